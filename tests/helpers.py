@@ -145,12 +145,16 @@ FEW_SHOT: dict[str, Any] = {
     "method_options": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
 }
 FEW_SHOT_METHODS = ("f2l", "fedfsl", "fl-maml", "fl-proto", "local-maml", "local-proto")
+SYNTHESIS = {"method_options": {"local_steps": 2, "epochs": 2, "generator_steps": 2, "distill_steps": 2}}
 SMALL: dict[str, dict[str, Any]] = {
     "fedavg": {"drop": 0.2, "corrupt": 0.2},
     "fedbn": {"norm": "batch"},
     "fedmk": {"method_options": {"per_class": 2, "matching_steps": 5, "outer_steps": 2, "server_steps": 10}},
     "fedmk-avg": {"method_options": {"per_class": 2, "matching_steps": 5, "server_steps": 10, "local_steps": 5}},
     "fedmk-paper": {"method_options": {"per_class": 2, "server_steps": 10}},
+    "feddm": {"method_options": {"per_class": 2, "matching_steps": 5, "real_per_class": 8, "server_steps": 10}},
+    **dict.fromkeys(("dense", "co-boosting"), SYNTHESIS),
+    "fusefl": {"rounds": 2, "method_options": {"local_steps": 5}},
     "metafed": {"validation": 0.2},
     **dict.fromkeys(FEW_SHOT_METHODS, FEW_SHOT),
     **dict.fromkeys(("frl", "frl-meta-head", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), FRL_SETTINGS),

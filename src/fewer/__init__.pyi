@@ -21,7 +21,10 @@ from fewer.methods import Server as Server
 from fewer.methods import State as State
 from fewer.methods.alone import Alone as Alone
 from fewer.methods.apfl import APFL as APFL
+from fewer.methods.centralized import Centralized as Centralized
+from fewer.methods.co_boosting import CoBoosting as CoBoosting
 from fewer.methods.dbe import DBE as DBE
+from fewer.methods.dense import Dense as Dense
 from fewer.methods.ditto import Ditto as Ditto
 from fewer.methods.dpsgd_ring import DPSGDRing as DPSGDRing
 from fewer.methods.f2l import F2L as F2L
@@ -34,6 +37,7 @@ from fewer.methods.fedbabu import FedBABU as FedBABU
 from fewer.methods.fedbn import FedBN as FedBN
 from fewer.methods.feddistill import FedDistill as FedDistill
 from fewer.methods.feddistill import FedDistillLogits as FedDistillLogits
+from fewer.methods.feddm import FedDM as FedDM
 from fewer.methods.feddyn import FedDyn as FedDyn
 from fewer.methods.fedelmy import FedELMY as FedELMY
 from fewer.methods.fedensemble import FedEnsemble as FedEnsemble
@@ -61,6 +65,7 @@ from fewer.methods.frl_baselines import FRLPerFedAvg as FRLPerFedAvg
 from fewer.methods.frl_baselines import FRLScratch as FRLScratch
 from fewer.methods.frl_baselines import FRLWarmStart as FRLWarmStart
 from fewer.methods.frl_deploy import FRLDeploy as FRLDeploy
+from fewer.methods.fusefl import FuseFL as FuseFL
 from fewer.methods.knn_per import KNNPer as KNNPer
 from fewer.methods.lg_fedavg import LGFedAvg as LGFedAvg
 from fewer.methods.local import Local as Local

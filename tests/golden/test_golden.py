@@ -49,12 +49,17 @@ CONDENSE = {
     "server_steps": 10,
     "match_rounds": "all",
 }
+SYNTHESIS = {"epochs": 2, "generator_steps": 2, "generator_batch_size": 16, "distill_steps": 3, "local_steps": 20}
 ONE_INNER_STEP = {"labels": "held", "inner_steps": 1, "restart_every": 1, "server_lr": 0.1}
 FAULTS = {"drop": 0.15, "slow": 0.15, "corrupt": 0.15, "seed": 3, "clients": 8, "cohort": 8}
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("local", "fedavg", "fedavg-augmented", "fedprox", "feddistill", "feddistill-logits")},
     **{name: {} for name in ("fedensemble", "fedgen")},
+    **{name: {"method_options": SYNTHESIS} for name in ("dense", "co-boosting")},
+    "feddm": {"method_options": {"per_class": 2, "matching_steps": 5, "real_per_class": 8, "server_steps": 10}},
+    "fusefl": {"rounds": 2, "method_options": {"local_steps": 20}},
+    "centralized": {"method_options": {"local_steps": 20}},
     "fedbn": {"norm": "batch"},
     "fedavg-ft": {"norm": "batch", "method_options": {"ft_steps": 3}},
     "fedseq": {},

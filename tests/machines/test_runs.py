@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
-from fewer.methods import names
+from fewer.methods import find, names
 from fewer.runs.engine import run_experiment
 from fewer.runs.machines import FlowerServer
 from fewer.runtime.flower.credentials import create_node_key
@@ -52,7 +52,11 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
 
 @pytest.mark.parametrize(
     "method",
-    [name if name in DEFAULT_METHODS else pytest.param(name, marks=pytest.mark.cluster) for name in names()],
+    [
+        name if name in DEFAULT_METHODS else pytest.param(name, marks=pytest.mark.cluster)
+        for name in names()
+        if not find(name).simulation_only
+    ],
 )
 def test_the_numbers_match_inline(
     method: str, clusters: Callable[[int], tuple[Cluster, FlowerServer]], tmp_path: Path

@@ -34,6 +34,8 @@ RUNS: dict[str, dict[str, Any]] = {
 SCORE, ANSWER_QUERIES = ("evaluate/score", "model"), ("evaluate/answer_queries", "model")
 EXACT = {
     **{name: {SCORE} for name in ("fedavg", "fedavg-augmented", "fedprox", "feddistill", "fedensemble", "fedbn")},
+    **{name: {SCORE} for name in ("centralized", "dense", "co-boosting", "fusefl")},
+    "feddm": {SCORE, ("condense", "model")},
     **{
         name: {SCORE}
         for name in ("fedavg-ft", "fedseq", "fedelmy", "fedopt", "fedavgm", "fedadam", "fedyogi", "fedadagrad")

@@ -10,10 +10,15 @@ import torch
 from torch.nn import functional as F
 
 import fewer
+from fewer.errors import QuorumLost
 from fewer.learning.augment import apply_affine, draw_affine
-from fewer.methods.fedavg import FedAvg, FedAvgAugmented
+from fewer.methods import find, names
+from fewer.methods.fedavg import FedAvg, FedAvgAugmented, LocalTraining
 from fewer.models import get_weights
+from fewer.runs.experiment import parse_settings
+from fewer.runs.settings import neutral_options, settings_hash
 from fewer.wire import decode
+from tests.golden.test_golden import CASES
 from tests.helpers import data_bytes, is_close
 from tests.methods.fedmk_harness import make_client, make_task
 from tests.methods.linear_harness import (
@@ -33,11 +38,12 @@ from tests.methods.linear_harness import (
     weighted_average,
 )
 
-# --- Eqs 9-11: training on the server ---------------------------------------------------------------------------
+# --- augmentation -----------------------------------------------------------------------------------------------
 
 
-def test_fedavg_augmented_is_sgd_on_augmented_images(tmp_path: Path) -> None:
-    method = FedAvgAugmented(local_steps=2, batch_size=3, lr=0.2)
+@pytest.mark.parametrize("method_class", [FedAvg, FedAvgAugmented])
+def test_augment_is_sgd_on_augmented_images(method_class: type[FedAvg], tmp_path: Path) -> None:
+    method = method_class(local_steps=2, batch_size=3, lr=0.2, augment=True)
     client = make_client(tmp_path, 1)
     answer = method.local_train(client, model=client.initial_weights())["model"]
     net, draw = make_task().net(), client.stream("moves")
@@ -51,6 +57,33 @@ def test_fedavg_augmented_is_sgd_on_augmented_images(tmp_path: Path) -> None:
             for parameter, gradient in zip(net.parameters(), gradients, strict=True):
                 parameter.sub_(0.2 * gradient)
     assert all(torch.allclose(answer[name], tensor, atol=1e-6) for name, tensor in get_weights(net).items())
+
+
+def test_augment_is_neutral_in_hashes_and_on_for_fedavg_augmented() -> None:
+    assert FedAvgAugmented().augment and not FedAvg().augment
+    settings = parse_settings({})
+    hashes = [settings_hash(settings, method) for method in (FedAvg(), FedAvg(augment=False), FedAvg(augment=True))]
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert neutral_options(FedAvgAugmented()) >= {"augment"}
+
+
+def test_augment_needs_images() -> None:
+    with pytest.raises(QuorumLost, match=r"augment = true needs images, but inputs have shape \(3,\)"):
+        fewer.run(FedAvg(rounds=1, augment=True), federation(), model=linear())
+
+
+LOCAL_METHODS = [name for name in names() if issubclass(find(name), LocalTraining)]
+
+
+@pytest.mark.parametrize("name", LOCAL_METHODS)
+def test_every_method_with_local_training_augments(name: str) -> None:
+    """No method accepts the option and ignores it."""
+    runs = []
+    for augment in (False, True):
+        options = {**CASES[name].get("method_options", {}), "augment": augment}
+        settings = {"data": "digits", "clients": 4, "rounds": 1, **CASES[name], "method_options": options}
+        runs.append(fewer.run(name, **settings).metrics["loss"])
+    assert runs[0] != runs[1]
 
 
 # --- FedAvg -----------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ FILES = {
     "fc100": DataSource(
         "cifar100", "cifar100", "FC100: CIFAR-100 split 60/20/20", {"labels": "fc100", "split": "60/20/20"}
     ),
+    "svhn": DataSource("svhn", "svhn", "SVHN: house numbers, 3×32×32"),
     "omniglot": DataSource("omniglot", "omniglot", "characters of 50 alphabets, by 20 drawers"),
     "femnist": DataSource("leaf-femnist", "femnist", "LEAF's FEMNIST: 62 classes, by writer"),
     "leaf-shakespeare": DataSource(

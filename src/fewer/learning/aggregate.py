@@ -275,3 +275,14 @@ RULES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "norm-bound": norm_bound,
     "centered-clip": centered_clip,
 }
+
+
+def stack_models(models: Sequence[Mapping[str, Tensor]]) -> Weights:
+    """One tensor per name, with the models along a new first dimension."""
+    return {name: torch.stack([model[name] for model in models]) for name in models[0]}
+
+
+def unstack_models(stacked: Mapping[str, Tensor]) -> list[Weights]:
+    """The models that `stack_models` stacked."""
+    count = len(next(iter(stacked.values())))
+    return [{name: tensor[index] for name, tensor in stacked.items()} for index in range(count)]

@@ -53,7 +53,7 @@ class APFL(PersonalMethod[ModelState], FedAvg):
         w, bars = ([dict(part.named_parameters())[name] for name in names] for part in (net, mixed))
         step_w, step_v = (self.make_step(list(weights), self.lr, self.local_steps) for weights in (w, v))
         load_weights(mixed, {**model, **buffers})
-        for x, y in self.training_samples(client).batches(self.batch_indices(client)):
+        for x, y in self.augmented(self.training_samples(client).batches(self.batch_indices(client)), client):
             with torch.no_grad():
                 for bar, own_weight, global_weight in zip(bars, v, w, strict=True):
                     bar.copy_(alpha * own_weight + (1 - alpha) * global_weight)

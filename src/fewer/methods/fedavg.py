@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, cast
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fewer.data import Samples
@@ -29,7 +29,7 @@ from fewer.learning.sgd import GradientHook, Loss
 from fewer.methods import MAX_SAMPLES, Client, Method, ModelState, SearchSpace, StateT
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
-from fewer.runtime import Answers, Clients, on_client
+from fewer.runtime import Answers, Clients, Unable, on_client
 from fewer.runtime.clients import HiddenFields
 from fewer.wire import Number
 
@@ -45,6 +45,8 @@ class LocalTraining(LocalOptimizer, Method[StateT], Generic[StateT]):
     """Local steps per round."""
     batch_size: PositiveInt = 32
     """Samples per local step (B)."""
+    augment: bool = Field(False, json_schema_extra={"neutral": True})
+    """Whether images are randomly rotated, scaled and shifted in each local step."""
 
     @on_client(stream="train")  # the key of its random numbers
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
@@ -68,7 +70,17 @@ class LocalTraining(LocalOptimizer, Method[StateT], Generic[StateT]):
         """Takes one local step per batch, in place. Default: the client's own batches, and the loss of the task."""
         if batches is None:
             batches = self.training_samples(client).batches(self.batch_indices(client))
+        batches = self.augmented(batches, client)
         sgd(net, batches, self.lr, modify_gradients, loss or task_loss(client.task), optimizer=self)
+
+    def augmented(self, batches: Iterable[tuple[Tensor, Tensor]], client: Client) -> Iterable[tuple[Tensor, Tensor]]:
+        """The batches; with `augment`, its own random affine map transforms each image."""
+        if not self.augment:
+            return batches
+        if len(client.task.shape) != 3:
+            raise Unable(f"augment = true needs images, but inputs have shape {client.task.shape}; set augment = false")
+        stream = client.stream("moves")
+        return ((apply_affine(x, draw_affine(len(x), stream)), y) for x, y in batches)
 
     def training_samples(self, client: Client) -> Samples:
         """The samples that a client trains on: by default all."""
@@ -143,16 +155,12 @@ def average_field(answers: Answers, name: str, shares: Sequence[float] | None = 
 
 @METHODS.register("fedavg-augmented")
 class FedAvgAugmented(FedAvg):
-    """FedAvg on randomly rotated, scaled and shifted images, as an ablation of FedMK's augmentation (fedmk.py)."""
+    """FedAvg with `augment`: on randomly rotated, scaled and shifted images, as FedMK's are (fedmk.py)."""
+
+    augment: bool = Field(True, json_schema_extra={"neutral": True})
 
     def init(self, task: Task, seed: int) -> ModelState:
         """Checks that inputs are images, and returns the initial model."""
         if len(task.shape) != 3:
             raise SettingError(f"fedavg-augmented needs images, but inputs have shape {task.shape}")
         return super().init(task, seed)
-
-    def fit(self, net: nn.Module, client: Client) -> None:
-        """Trains as FedAvg does, in place, with a new random affine map for each image in each step."""
-        stream = client.stream("moves")
-        batches = client.train.batches(self.batch_indices(client))
-        self.train_net(net, client, ((apply_affine(x, draw_affine(len(x), stream)), y) for x, y in batches))

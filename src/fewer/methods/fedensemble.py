@@ -1,7 +1,8 @@
 """FedEnsemble: FedAvg that predicts with the ensemble of all client models instead of their mean.
 
 The baseline of Zhu, Hong, Zhou: Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021.
-Clients train as in FedAvg. The prediction sums the logits of the cohort's models.
+Clients train as in FedAvg. The prediction sums the logits of the cohort's models. With one round, this is the one-shot
+ensemble (Guha, Talwalkar, Smith: One-Shot Federated Learning, 2019) of all models that clients train.
 
 Departures: those of FedAvg. Logits are averaged, not summed: the predicted class is the same, and its softmax is a
 usable confidence.
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fewer.learning.aggregate import stack_models, unstack_models
 from fewer.methods import Context, ModelState
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
 from fewer.models import Task, Weights
@@ -61,20 +63,14 @@ class FedEnsemble(LocalTraining[EnsembleState]):
 
     def init(self, task: Task, seed: int) -> EnsembleState:
         """The initial model, as an ensemble of one."""
-        return _stack_members(task.initial_weights(seed), [task.initial_weights(seed)])
+        model = task.initial_weights(seed)
+        return EnsembleState(model, stack_models([model]))
 
     def round(self, state: EnsembleState, clients: Clients) -> EnsembleState:
         """A round of FedAvg that also keeps the clients' models."""
         answers = train_models(clients, self.sample_cohort(clients), self.local_train, state.model)
-        return _stack_members(average_by_size(answers), [answer["model"] for answer in answers])
+        return EnsembleState(average_by_size(answers), stack_models([answer["model"] for answer in answers]))
 
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
         """The ensemble."""
-        size = len(next(iter(shared.values())))
-        return Ensemble(
-            [context.net({name: tensor[index] for name, tensor in shared.items()}) for index in range(size)]
-        )
-
-
-def _stack_members(mean: Weights, models: Sequence[Weights]) -> EnsembleState:
-    return EnsembleState(mean, {name: torch.stack([model[name] for model in models]) for name in mean})
+        return Ensemble([context.net(weights) for weights in unstack_models(shared)])

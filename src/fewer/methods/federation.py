@@ -9,7 +9,7 @@ the head averages their models.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -92,10 +92,11 @@ class SingleClient:
         samples = self.client.validation if len(self.client.validation) else self.client.train
         return evaluate_net(replace_client_net(self.client, net).net(model), samples.chunks(EVAL_BATCH_SIZE))
 
-    def _batches(self, purpose: str) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, purpose: str) -> Iterable[tuple[Tensor, Tensor]]:
         samples, training = self.client.train, self.training
         generator = self.client.stream(purpose)
-        return samples.batches(draw_batches(len(samples), training.local_steps, training.batch_size, generator))
+        indices = draw_batches(len(samples), training.local_steps, training.batch_size, generator)
+        return training.augmented(samples.batches(indices), self.client)
 
 
 @dataclass(frozen=True)

@@ -300,7 +300,7 @@ class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
                 f"inner_method = {self.inner_method} does not work inside a federation "
                 f"(allowed: {', '.join(INNER_METHODS)})"
             )
-        training = ("lr", "local_steps", "batch_size", *LocalOptimizer.model_fields)
+        training = ("lr", "local_steps", "batch_size", "augment", *LocalOptimizer.model_fields)
         names = ("codec", *training) if issubclass(method, LocalTraining) else ("codec",)
         shared = {name: getattr(self, name) for name in names}
         try:

@@ -42,6 +42,7 @@ Group = Literal[
     "drift correction",
     "personalization",
     "sequential",
+    "one-shot",
     "new clients",
     "later groups",
     "novel classes",
@@ -113,6 +114,8 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
     """False if no client can join after training."""
     joins_by_training: ClassVar[bool] = False
     """True if a client's model depends on its own training, so that a new client must train before it has one."""
+    simulation_only: ClassVar[bool] = False
+    """True if the method needs the samples of all clients in one place, so that it cannot run between machines."""
 
     rounds: PositiveInt = 10
     """Number of rounds."""

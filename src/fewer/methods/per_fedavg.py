@@ -51,7 +51,7 @@ class PerFedAvg(FedAvgMeta):
         """w ← w − β ∇_w f(w − α ∇f(w; D); D′), `local_steps` times, in place, each on new batches D and D′."""
         samples = self.client_samples(client)
         indices = draw_batches(len(samples), 2 * self.local_steps, self.batch_size, client.stream("batches"))
-        batches = list(samples.batches(indices))
+        batches = list(self.augmented(samples.batches(indices), client))
         parameters: list[Tensor] = [parameter for parameter in net.parameters() if parameter.requires_grad]
         step, loss = self.make_step(parameters, self.lr, self.local_steps), client.task.loss
         for inner, outer in zip(batches[::2], batches[1::2], strict=True):

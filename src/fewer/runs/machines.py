@@ -113,6 +113,9 @@ class FlowerServer:
 
         A run that resumes may have fewer clients than there are keys: some may have been added since.
         """
+        if experiment.method.simulation_only:
+            reason = "it needs the samples of all clients in one place"
+            raise SettingError(f"{experiment.method.name} runs in simulation only: {reason}")
         if experiment.settings.debug:
             raise SettingError("debug needs simulated clients: a traceback never leaves a client's machine")
         if experiment.settings.count_flops:
