@@ -16,10 +16,9 @@ Both alternate for `epochs` epochs. With more than one round, clients start from
 
 Departures:
 
-- The images of the last `POOL` epochs are kept, and f_S takes several steps on them per epoch, as in the released code.
+- The images of the last `POOL` epochs are kept, and f_S takes several steps on them per epoch.
 - The KL of the distillation has a temperature (1 is Eq 6).
-- The generator's last layer standardizes its images; that of the released code ends in a sigmoid, and its images are
-  then normalized like the data, whose statistics a server does not need here.
+- The generator's last layer standardizes its images, so that the server needs no statistics of the data.
 - A smaller generator and fewer epochs, for CPUs. Local training as in FedAvg: a fixed number of steps.
 - L_BN is 0 for nets without batch norm, such as the default net.
 """

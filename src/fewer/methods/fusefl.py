@@ -15,7 +15,7 @@ Departures:
 
 - The adaptor is one linear map over channels (a 1×1 convolution of concatenated features) that starts as their mean.
   `adaptor = mean` keeps it there. The mean has no parameters, and fits any number of clients.
-- All clients start from the same model; the paper's start from their own.
+- All clients start from the same model.
 - A fixed number of local steps per round, as in FedAvg.
 - Blocks have their full width. The paper makes them narrower, so that the fused net is as large as one original net.
 - The net must be an encoder of layers in sequence, and a head.
