@@ -145,5 +145,5 @@ def test_errors_say_what_to_do(digits: ArrayData) -> None:
     table = fewer.data.from_arrays(x, np.arange(60) % 2, standardize=True, clients=2)
     with pytest.raises(SettingError, match="does not work with standardize"):
         fewer.run("fedncm", table, model="mlp", freeze="encoder")
-    with pytest.raises(SettingError, match="freeze = head"):
+    with pytest.raises(SettingError, match="freeze must be 'none' or 'encoder', got 'head'"):
         fewer.run(METHOD, digits, freeze="head")
