@@ -74,10 +74,13 @@ class FrozenEncoder:
         return torch.cat([module(x.to(self.device)).float().cpu() for x, _ in rows.chunks(BATCH_SIZE)])
 
 
-def hash_module(module: nn.Module) -> str:
-    """A hash of a module's structure, parameters and buffers."""
+def hash_module(module: nn.Module, frozen_only: bool = False) -> str:
+    """A hash of a module's structure, parameters and buffers; or only of what its state dict leaves out."""
     content = hashlib.sha256(repr(module).encode())
+    sent = module.state_dict().keys() if frozen_only else ()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in sent:
+            continue
         content.update(name.encode())
         content.update(_bytes_of(tensor.detach()))
     return content.hexdigest()[:16]
@@ -85,7 +88,9 @@ def hash_module(module: nn.Module) -> str:
 
 def hash_frozen(task: Task) -> str:
     """A hash of the weights that are never sent, which server and clients must share; "" if there are none."""
-    return "" if task.encoder is None else hash_module(task.encoder)
+    if task.encoder is not None:
+        return hash_module(task.encoder)
+    return hash_module(task.net(), frozen_only=True) if task.partial else ""
 
 
 def freeze_encoder(task: Task, seed: int, folder: Path | None = None) -> tuple[Task, FrozenEncoder]:

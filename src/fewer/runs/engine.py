@@ -107,7 +107,7 @@ def experiment_from_arguments(
     settings = dict(settings)
     _check_arguments(method, data, model)
     # These are in the groups Method and Data, but no part of such an object.
-    independent = {"norm", "model_options", "freeze", "loss", "metrics", "data_dir"}
+    independent = {"norm", "model_options", "freeze", "train", "loss", "metrics", "data_dir"}
     for name in settings:
         if name not in Settings.model_fields and (option := _find_option(name)):
             raise SettingError(

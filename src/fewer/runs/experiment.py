@@ -24,6 +24,7 @@ from fewer.methods import Method, find, names
 from fewer.methods.capabilities import PreparesData
 from fewer.methods.method import DEFAULT_COHORT
 from fewer.models import Task, get_weights, net_factory
+from fewer.models.adapters import train_only
 from fewer.models.frozen import freeze_encoder
 from fewer.models.nets import copy_net, default_model, is_lazy, materialize
 from fewer.models.objective import LOSSES, Loss, Objective, build_objective, predicted_kind
@@ -168,7 +169,11 @@ def build_experiment(
         name = default_model(data.shape, data.vocab_size, objective.kind == "next-token")
         settings = settings.model_copy(update={"model": name})
     task = make_task(model or settings.model or "", settings, data, objective, device)
-    if settings.freeze:
+    if settings.train is not None:
+        if settings.freeze == "encoder":
+            raise SettingError("freeze = encoder trains the head only: leave out train")
+        task = train_only(task, settings.train, settings.seed)
+    if settings.freeze == "encoder":
         task, data = _freeze(task, data, settings, feature_folder)
     return Experiment(method, task, data.to(device), settings, objects)
 
