@@ -28,13 +28,16 @@ from fewer.methods.dense import Dense as Dense
 from fewer.methods.ditto import Ditto as Ditto
 from fewer.methods.dpsgd_ring import DPSGDRing as DPSGDRing
 from fewer.methods.f2l import F2L as F2L
+from fewer.methods.fed3r import Fed3R as Fed3R
 from fewer.methods.fedala import FedALA as FedALA
 from fewer.methods.fedavg import FedAvg as FedAvg
 from fewer.methods.fedavg import FedAvgAugmented as FedAvgAugmented
 from fewer.methods.fedavg_ft import FedAvgFT as FedAvgFT
+from fewer.methods.fedavg_head import FedAvgHead as FedAvgHead
 from fewer.methods.fedavg_meta import FedAvgMeta as FedAvgMeta
 from fewer.methods.fedbabu import FedBABU as FedBABU
 from fewer.methods.fedbn import FedBN as FedBN
+from fewer.methods.fedcof import FedCOF as FedCOF
 from fewer.methods.feddistill import FedDistill as FedDistill
 from fewer.methods.feddistill import FedDistillLogits as FedDistillLogits
 from fewer.methods.feddm import FedDM as FedDM
@@ -47,8 +50,10 @@ from fewer.methods.fedmeta import FedMeta as FedMeta
 from fewer.methods.fedmk import FedMK as FedMK
 from fewer.methods.fedmk_avg import FedMKAvg as FedMKAvg
 from fewer.methods.fedmk_paper import FedMKPaper as FedMKPaper
+from fewer.methods.fedncm import FedNCM as FedNCM
 from fewer.methods.fednova import FedNova as FedNova
 from fewer.methods.fedper import FedPer as FedPer
+from fewer.methods.fedpft import FedPFT as FedPFT
 from fewer.methods.fedproto import FedProto as FedProto
 from fewer.methods.fedprox import FedProx as FedProx
 from fewer.methods.fedrep import FedRep as FedRep

@@ -42,6 +42,7 @@ EXACT = {
     },
     **{name: {SCORE} for name in ("scaffold", "fednova", "feddyn", "moon", "fedper", "fedrep", "fedbabu", "lg-fedavg")},
     **{name: {SCORE} for name in ("ditto", "apfl", "fedproto", "fedala", "fedrod", "dbe", "knn-per")},
+    **{name: {SCORE} for name in ("fedncm", "fedcof", "fed3r", "fedpft", "fedavg-head")},
     "fedgen": {SCORE, ("train_with_generator", "class_weights")},
     "fedmk": {SCORE, ("condense", "model")},
     "fedmk-paper": {SCORE, ("condense", "model")},

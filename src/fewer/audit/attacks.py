@@ -362,7 +362,7 @@ class _AttackedRun:
 def _global_models(result: Result) -> dict[str, nn.Module]:
     """The global model before the first round and now; empty if the method has no global model."""
     try:
-        trained = result.model.train()
+        trained = result.trained_net.train()
     except SettingError:
         return {}
     first = result.task.net()

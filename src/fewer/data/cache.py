@@ -17,13 +17,13 @@ from fewer.errors import DataError
 Arrays = dict[str, NDArray[Any]]
 
 
-def load_or_build(name: str, build: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
-    """Returns the cached arrays under `name`, memory-mapped. Builds them first if needed.
+def load_or_build(name: str, build: Callable[[], Mapping[str, NDArray[Any]]], folder: Path | None = None) -> Arrays:
+    """Returns the arrays cached under `name`, in `folder` or $FEWER_CACHE, memory-mapped. Builds them first if needed.
 
     Safe for concurrent processes: the second waits for the first. Safe if a process is killed: an entry is a directory
     that gets its final name only once it is complete.
     """
-    root = Path(os.environ.get("FEWER_CACHE") or Path.home() / ".cache" / "fewer")
+    root = folder or Path(os.environ.get("FEWER_CACHE") or Path.home() / ".cache" / "fewer")
     entry = root / name
     try:
         if not entry.is_dir():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
@@ -47,6 +47,10 @@ class ClientData(NamedTuple):
     """Test samples; may be empty."""
 
 
+Encoder = Callable[[Samples], Tensor]
+"""Maps samples to the features of all rows of their `x`."""
+
+
 class Data(ABC):
     """The data of all clients. A subclass may load each client on demand."""
 
@@ -78,6 +82,8 @@ class Data(ABC):
     """False if only one client's data is known, and the global test set is not."""
     notes: tuple[str, ...] = ()
     """What a user should know about the data: columns ignored, images transposed, labels renamed …"""
+    raw: Data | None = None
+    """The data before a frozen encoder computed features of it; None if inputs are not features of one."""
 
     @property
     def vocab_size(self) -> int | None:
@@ -166,6 +172,10 @@ class Data(ABC):
             raise DataError(f"data '{self.name}' has class labels, and a regression needs float targets")
         return self
 
+    def encode(self, encoder: Encoder) -> Data:
+        """The same data with the features of an encoder as inputs."""
+        raise SettingError(f"freeze = encoder needs ArrayData, but data '{self.name}' is {type(self).__name__}")
+
     def hold_out(self, fraction: float, seed: int) -> Data:
         """Replaces the test data with a fraction of the training data, for tuning."""
         raise DataError(f"cannot tune on data '{self.name}': it does not implement hold_out")
@@ -204,6 +214,9 @@ class ArrayData(Data):
     standardize: bool = False
     notes: tuple[str, ...] = ()
     unseen_clients: int = 0
+    raw: ArrayData | None = None
+    encoder: Encoder | None = None
+    """Computes the features of `raw`."""
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -214,6 +227,16 @@ class ArrayData(Data):
     def targets(self) -> Tensor:
         """Targets of all training and validation samples."""
         return self.source.y
+
+    @property
+    def schema(self) -> Schema:
+        """What inputs and labels mean, before an encoder."""
+        return super().schema if self.raw is None else self.raw.schema
+
+    def encode(self, encoder: Encoder) -> ArrayData:
+        """The same data with the features of an encoder as inputs."""
+        source, test = (encode_samples(samples, encoder) for samples in (self.source, self.test))
+        return replace(self, source=source, test=test, tokens=(), columns=(), raw=self, encoder=encoder)
 
     def __len__(self) -> int:
         return len(self.train.offsets) - 1
@@ -228,7 +251,9 @@ class ArrayData(Data):
         return int(self.train.offsets[index + 1] - self.train.offsets[index])
 
     def fingerprint(self) -> str:
-        """A checksum of all arrays and the partition, the same before and after standardization."""
+        """A checksum of all arrays and the partition, the same before and after standardization and encoding."""
+        if self.raw is not None:
+            return self.raw.fingerprint()
         checksum = 0
         for samples in (self.source, self.test):
             scaling = ("standardize",) if self.standardize else (samples.shift, samples.scale)
@@ -271,6 +296,8 @@ class ArrayData(Data):
 
         Time-ordered data is split by time. If clients mix rows of several original owners, each owner's rows are split.
         """
+        if self.raw is not None and self.encoder is not None:
+            return self.raw.hold_out(fraction, seed).encode(self.encoder)
         if self.unseen_clients:
             train, validation = (
                 parts.first(len(self) - self.unseen_clients) for parts in (self.train, self.validation)
@@ -314,6 +341,8 @@ class ArrayData(Data):
 
     def hold_out_classes(self, fraction: float, seed: int) -> ArrayData:
         """Like `hold_out`, but also moves all samples of a fraction of the classes to the test set."""
+        if self.raw is not None and self.encoder is not None:
+            return self.raw.hold_out_classes(fraction, seed).encode(self.encoder)
         data = self.hold_out(fraction, seed)
         labels = self.source.y.cpu().numpy()
         classes = np.unique(labels[data.train.rows])
@@ -344,6 +373,11 @@ def _targets_of(targets: Tensor) -> Targets:
 
 
 # --- user arrays ----------------------------------------------------------------------------------------------
+
+
+def encode_samples(samples: Samples, encoder: Encoder) -> Samples:
+    """The same samples with the features of an encoder as inputs."""
+    return replace(samples, x=encoder(samples), shift=0.0, scale=1.0, is_text=False)
 
 
 def from_arrays(

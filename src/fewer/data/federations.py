@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import torch
 
-from fewer.data.federated import ArrayData, Data
+from fewer.data.federated import ArrayData, Data, Encoder
 from fewer.data.partition import Parts
 from fewer.data.schema import Schema
 from fewer.errors import SettingError
@@ -39,6 +39,10 @@ class Federations(ArrayData):
     def rescale(self, schema: Schema) -> Federations:
         """The same data, normalized as the schema says."""
         return group_clients(self.members.rescale(schema), len(self))
+
+    def encode(self, encoder: Encoder) -> Federations:
+        """The same data with the features of an encoder as inputs."""
+        return replace(group_clients(self.members.encode(encoder), len(self)), raw=self)
 
     def hold_out(self, fraction: float, seed: int) -> Federations:
         """Replaces the test data with a fraction of each member's training data."""

@@ -8,7 +8,7 @@ from typing import Any, Never
 
 from torch import Tensor
 
-from fewer.data.federated import ArrayData, federate
+from fewer.data.federated import ArrayData, Encoder, encode_samples, federate
 from fewer.data.sources import read_training_data
 from fewer.errors import DataError
 
@@ -26,6 +26,12 @@ class RemoteData(ArrayData):
 
     def __len__(self) -> int:
         return self.clients
+
+    def encode(self, encoder: Encoder) -> RemoteData:
+        """The same data with the features of an encoder as inputs of the test set. Clients encode their own samples."""
+        test = encode_samples(self.test, encoder)
+        source = replace(self.source, x=test.x.new_zeros(1, *test.x.shape[1:]).expand(len(self.source.x), -1))
+        return replace(self, source=source, test=test, tokens=(), columns=(), raw=self, encoder=encoder)
 
     def client(self, index: int) -> Never:
         """Raises DataError."""

@@ -35,6 +35,10 @@ class Task:
     """Maps the outputs of a batch and its targets to the mean loss."""
     metrics: tuple[Metric, ...] = (ACCURACY,)
     """What evaluations measure. The first metric is the primary one, which ranks runs."""
+    encoder: nn.Module | None = None
+    """The frozen encoder that computes the inputs; None if inputs are not features of one."""
+    partial: bool = False
+    """True if only some parameters are trained. The others are buffers that the weights leave out."""
     _initial: dict[int, Weights] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The most recent initial weights, by seed. Cached, because clients need them in every round."""
 

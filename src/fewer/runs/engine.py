@@ -28,6 +28,7 @@ from fewer.errors import DataError, RunError, SettingError, nearest_name
 from fewer.methods import ContextFactory, Method, Scores, find, names
 from fewer.methods.capabilities import HasSettingWarnings
 from fewer.methods.standardize import standardize
+from fewer.models.frozen import hash_frozen
 from fewer.models.objective import Loss
 from fewer.privacy import PrivacySettings
 from fewer.registry import METHODS
@@ -106,7 +107,7 @@ def experiment_from_arguments(
     settings = dict(settings)
     _check_arguments(method, data, model)
     # These are in the groups Method and Data, but no part of such an object.
-    independent = {"norm", "model_options", "loss", "metrics", "data_dir"}
+    independent = {"norm", "model_options", "freeze", "train", "loss", "metrics", "data_dir"}
     for name in settings:
         if name not in Settings.model_fields and (option := _find_option(name)):
             raise SettingError(
@@ -268,6 +269,8 @@ def resume(
     if (fingerprint := experiment.data.fingerprint()) != recorded["data"]["fingerprint"]:
         recorded_fingerprint = recorded["data"]["fingerprint"]
         raise RunError(f"{path} was run on other data: fingerprint {recorded_fingerprint}, now {fingerprint}")
+    if hash_frozen(experiment.task) != recorded.get("frozen", ""):
+        raise RunError(f"{path} was run with other frozen weights: pass the model with the same weights")
     state = experiment.initial_state()
     with show_progress(progress, callbacks) as callbacks, directory:
         if track is not None:
@@ -363,6 +366,7 @@ def _run_metadata(experiment: Experiment) -> dict[str, Any]:
         "objects": list(experiment.objects),
         "metric": asdict(experiment.metric),
         "method": experiment.method.model_dump(mode="json"),
+        "frozen": hash_frozen(experiment.task),
         "data": {"name": data.name, "clients": len(data), "fingerprint": data.fingerprint()},
         "environment": {
             "fewer": fewer.__version__,

@@ -24,6 +24,8 @@ from fewer.methods import Method, find, names
 from fewer.methods.capabilities import PreparesData
 from fewer.methods.method import DEFAULT_COHORT
 from fewer.models import Task, get_weights, net_factory
+from fewer.models.adapters import train_only
+from fewer.models.frozen import freeze_encoder
 from fewer.models.nets import copy_net, default_model, is_lazy, materialize
 from fewer.models.objective import LOSSES, Loss, Objective, build_objective, predicted_kind
 from fewer.privacy import PrivacyLedger, PrivacySettings
@@ -124,8 +126,12 @@ def build_experiment(
     model: Model | None = None,
     loss: Loss | str | None = None,
     metrics: Metrics | None = None,
+    feature_folder: Path | None = None,
 ) -> Experiment:
-    """Builds the experiment that the settings name. Objects passed here replace what the settings name."""
+    """Builds the experiment that the settings name. Objects passed here replace what the settings name.
+
+    `feature_folder` keeps the features of a frozen encoder; by default, the cache of all runs does.
+    """
     if method is None:
         method = make_method(find(settings.method), settings)
     given = {"data": data, "model": model, "loss": loss, "metrics": metrics}
@@ -134,6 +140,7 @@ def build_experiment(
         data = load_data(settings)
     elif data.origin is not None:
         objects = tuple(name for name in objects if name != "data")
+    data = data.raw or data
     loss = settings.loss if loss is None else loss
     if predicted_kind(loss) == "regression":
         data = data.as_numbers()
@@ -162,7 +169,22 @@ def build_experiment(
         name = default_model(data.shape, data.vocab_size, objective.kind == "next-token")
         settings = settings.model_copy(update={"model": name})
     task = make_task(model or settings.model or "", settings, data, objective, device)
+    if settings.train is not None:
+        if settings.freeze == "encoder":
+            raise SettingError("freeze = encoder trains the head only: leave out train")
+        task = train_only(task, settings.train, settings.seed)
+    if settings.freeze == "encoder":
+        task, data = _freeze(task, data, settings, feature_folder)
     return Experiment(method, task, data.to(device), settings, objects)
+
+
+def _freeze(task: Task, data: Data, settings: Settings, feature_folder: Path | None) -> tuple[Task, Data]:
+    """The task of training the head, and the data with features as inputs."""
+    if data.standardize:
+        raise SettingError("freeze = encoder does not work with standardize: its features would change with the scale")
+    task, encoder = freeze_encoder(task, settings.seed, feature_folder)
+    with one_thread():
+        return task, data if isinstance(data, AbsentData) else data.encode(encoder)
 
 
 def _prepare_data(method: Method, data: Data) -> Data:

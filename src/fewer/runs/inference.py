@@ -58,8 +58,8 @@ def predict(
             load_weights(net, safetensors.torch.load_file(weights))
         except (OSError, safetensors.SafetensorError) as error:
             raise DataError(f"{weights} is not a file of weights (expected: model.safetensors): {error}") from error
-    if resolve_path("data", name) == result.settings.data and not options and len(result.data.test):
-        samples = result.data.test
+    if resolve_path("data", name) == result.settings.data and not options and len(result.raw_data.test):
+        samples = result.raw_data.test
         predictions = predict_samples(net, samples, result.task, result.schema)
         return Forecast(predictions, predictions.measure(samples.labels.cpu()), ())
     raw = _read_inputs(result, name, directory, options)

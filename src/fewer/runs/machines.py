@@ -22,11 +22,12 @@ from typing import Any, Self
 import torch
 
 from fewer.data import ClientData, Data
-from fewer.data.federated import ArrayData, federate
+from fewer.data.federated import ArrayData, Encoder, federate
 from fewer.data.schema import Schema
 from fewer.data.sources import find_files, names_word_vectors, read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
 from fewer.methods import find
+from fewer.models.frozen import hash_frozen
 from fewer.models.objective import predicted_kind
 from fewer.runs import trackers
 from fewer.runs.callbacks import Callback
@@ -204,6 +205,7 @@ def _describe_session(experiment: Experiment, out: Path, done: int) -> dict[str,
         "clients": len(data),
         "fingerprint": data.fingerprint(),
         "schema": data.schema.to_dict(),
+        "frozen": hash_frozen(experiment.task),
         "word_vectors": _checksum_word_vectors(experiment),
     }
     return {
@@ -258,6 +260,10 @@ class SingleClientData(Data):
     def fingerprint(self) -> str:
         """A checksum of the client's samples."""
         return self.data.fingerprint()
+
+    def encode(self, encoder: Encoder) -> SingleClientData:
+        """The same data with the features of an encoder as inputs."""
+        return replace(self, data=self.data.encode(encoder))
 
     def to(self, device: torch.device) -> SingleClientData:
         """Copies the data to a device."""
@@ -344,13 +350,16 @@ class ClientDaemon:
             raise SettingError(f"method = {settings['method']}, but this client takes part in {self.method} only")
         local_settings = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
         parsed = parse_settings({**settings, **local_settings})
-        experiment = build_experiment(parsed, data=self._load_own_data(data_info, parsed) if self.data else None)
+        own_data = self._load_own_data(data_info, parsed) if self.data else None
+        experiment = build_experiment(parsed, data=own_data, feature_folder=self.folder if own_data else None)
         fingerprint, expected = experiment.data.fingerprint(), data_info["fingerprint"]
         if not self.data and fingerprint != expected:
             difference = f"fingerprint {fingerprint}, expected {expected}"
             raise DataError(f"data '{parsed.data}' differs from the server's ({difference})")
         if not self.data and experiment.data.standardize:
             experiment.data = experiment.data.rescale(Schema.from_dict(data_info["schema"]))
+        if hash_frozen(experiment.task) != data_info["frozen"]:
+            raise DataError("the frozen weights of the model differ from the server's: use the same weights")
         if _checksum_word_vectors(experiment) != data_info["word_vectors"]:
             vectors = parsed.model_options.get("vectors")
             raise DataError(f"the word vectors (vectors = {vectors}) differ from the server's: use the same file")

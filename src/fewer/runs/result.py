@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fewer.data import Data, Samples
 from fewer.data.absent import AbsentData
-from fewer.data.federated import convert_inputs, convert_labels, convert_targets
+from fewer.data.federated import convert_inputs, convert_labels, convert_targets, encode_samples
 from fewer.data.frames import check_index, encode_frame
 from fewer.data.raw_dataset import Inputs, encode_inputs
 from fewer.data.schema import Schema
@@ -24,6 +24,7 @@ from fewer.methods import ContextFactory, Method
 from fewer.methods.capabilities import AdaptsToNewClients
 from fewer.methods.registry import names_with
 from fewer.models import load_weights
+from fewer.models.frozen import FrozenEncoder
 from fewer.runs.artifacts import resolve_start_model
 from fewer.runs.experiment import (
     Experiment,
@@ -126,7 +127,16 @@ class Result(Experiment, Viewable):
 
     @property
     def model(self) -> nn.Module:
-        """The trained global model, in evaluation mode."""
+        """The trained global model, in evaluation mode; with a frozen encoder, both parts."""
+        return self._with_encoder(self.trained_net)
+
+    def _with_encoder(self, net: nn.Module) -> nn.Module:
+        """The net after the frozen encoder, if there is one."""
+        return net if self.task.encoder is None else nn.Sequential(self.task.encoder, net).eval()
+
+    @property
+    def trained_net(self) -> nn.Module:
+        """The global model on the task's inputs, in evaluation mode. These are features if the encoder is frozen."""
         return self.method.build_predictor(self.state.shared, self.contexts().server(0, len(self.history))).eval()
 
     def contexts(self) -> ContextFactory:
@@ -142,7 +152,13 @@ class Result(Experiment, Viewable):
         if self.folder is None:
             raise RunError("clients' models are kept only in a run directory: run with out=DIR")
         with one_thread():
-            return self.method.client_model(self.state.shared, self.contexts()(client, len(self.history))).eval()
+            net = self.method.client_model(self.state.shared, self.contexts()(client, len(self.history))).eval()
+        return self._with_encoder(net)
+
+    @property
+    def raw_data(self) -> Data:
+        """The data, before a frozen encoder computed features of it."""
+        return self.data.raw or self.data
 
     @property
     def schema(self) -> Schema:
@@ -156,14 +172,14 @@ class Result(Experiment, Viewable):
         """
         inputs = encode_inputs(encode_frame(x, self.schema.columns, name), self.schema, name)
         tensor = convert_inputs(inputs, name, bool(self.schema.tokens))
-        if tensor.ndim == 4 and tuple(tensor.shape[1:]) != self.data.shape == (tensor.shape[3], *tensor.shape[1:3]):
+        if tensor.ndim == 4 and tuple(tensor.shape[1:]) != self.raw_data.shape == (tensor.shape[3], *tensor.shape[1:3]):
             tensor = tensor.movedim(-1, 1).contiguous()  # height × width × channels
-        if (shape := tuple(tensor.shape[1:])) != self.data.shape:
-            raise DataError(f"data '{name}' has inputs of shape {shape}; the model takes {self.data.shape}")
-        if tensor.dtype != self.data.test.x.dtype:
-            trained = self.data.test.x.dtype
+        if (shape := tuple(tensor.shape[1:])) != self.raw_data.shape:
+            raise DataError(f"data '{name}' has inputs of shape {shape}; the model takes {self.raw_data.shape}")
+        if tensor.dtype != self.raw_data.test.x.dtype:
+            trained = self.raw_data.test.x.dtype
             raise DataError(f"data '{name}' has {tensor.dtype} inputs; the model was trained on {trained}")
-        return replace(self.data.test, x=tensor, y=torch.zeros(len(tensor), dtype=torch.int64), rows=None)
+        return replace(self.raw_data.test, x=tensor, y=torch.zeros(len(tensor), dtype=torch.int64), rows=None)
 
     def to_targets(self, y: ArrayLike | Tensor, name: str, class_names: Sequence[str] = ()) -> Tensor:
         """Converts class labels or names, or numbers and sets of labels, to targets of the task.
@@ -214,8 +230,10 @@ class Result(Experiment, Viewable):
         load_weights(net, self.method.initialization(shared))
         support = replace(samples, y=targets).to(self.task.device)
         with one_thread():
+            if self.task.encoder is not None:
+                support = encode_samples(support, FrozenEncoder(self.task.encoder, self.task.device).encode)
             self.method.adapt(net, support, shared, self.task)
-        return net.eval()
+        return self._with_encoder(net.eval())
 
 
 def open_run(

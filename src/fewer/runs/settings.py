@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -46,6 +46,10 @@ class Settings(BaseModel):
     """Normalization layers of the net. [default: the net's; cnn has group]"""
     model_options: dict[str, Any] = Field({}, title="Method")
     """An option of the net, as name=value (resnet12: width=0.25); may be repeated."""
+    freeze: Literal["none", "encoder"] = Field("none", title="Method", json_schema_extra=NEUTRAL)
+    """`encoder` keeps the encoder as it is: its features are cached, and only the head is trained and sent."""
+    train: str | None = Field(None, title="Method", json_schema_extra=NEUTRAL)
+    """Parameters to train and send: lora:rank=8, bias, norm, head, or a regular expression. [default: all]"""
     loss: str | None = Field(None, title="Method", json_schema_extra=NEUTRAL)
     """The loss: cross-entropy, bce (sets of labels), mse, mae, huber, or FILE.py:name. [default: cross-entropy]"""
     metrics: Names = Field((), title="Method", json_schema_extra=NEUTRAL)

@@ -1,0 +1,90 @@
+"""FedCOF: class covariances from the class means of clients, and the linear head that follows from them.
+
+Goswami, Magistri, Wang, Twardowski, Bagdanov, van de Weijer: Covariances for Free: Exploiting Mean Distributions for
+Federated Learning with Pre-Trained Models, 2024. As in FedNCM, client k sends the mean features μ_kc of each of its
+classes and their number n_kc. The means of samples vary as the samples do, n_kc times less. So the server estimates
+
+    Σ_c = Σ_k n_kc (μ_kc − μ_c)(μ_kc − μ_c)ᵀ / (K_c − 1) + γ I        with K_c clients that hold class c
+    G = Σ_c (N_c − 1) Σ_c        B = [N_c μ_c]        W = G⁻¹ B, each column divided by its norm
+
+N_c is the number of samples and μ_c the mean of class c. G is the scatter within classes.
+
+Departures:
+
+- A class that a single client holds has Σ_c = γ I: one mean does not vary.
+- With `subsets` > 1, a client sends the means of this many random subsets of each class. Each counts as a client.
+- γ is relative: it is `shrinkage` times the mean variance of a feature in G. The paper's γ depends on the encoder.
+- The server keeps all class means that clients sent, because K_c and μ_c are not known before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from pydantic import PositiveFloat, PositiveInt
+from torch import Tensor
+from torch.nn import functional as F
+
+from fewer.methods import Client, SearchSpace
+from fewer.methods.head_only import HEAD_WEIGHT, Head, HeadOnly, class_rows, merge_rows, row_schema
+from fewer.models import Weights
+from fewer.registry import METHODS
+from fewer.runtime import Clients
+from fewer.wire import Schema
+
+
+@METHODS.register("fedcof")
+class FedCOF(HeadOnly):
+    """One round without training: a linear head from class means and their covariance. Clients send class means."""
+
+    tunable: ClassVar[SearchSpace] = {"shrinkage": (0.01, 0.1, 1.0)}
+
+    shrinkage: PositiveFloat = 0.1
+    """Variance added to each feature (γ), relative to the mean variance within classes."""
+    subsets: PositiveInt = 1
+    """Random subsets of a client's samples of a class whose means are sent. More help if clients are few."""
+
+    def statistics_schema(self, width: int, classes: int) -> Schema:
+        """Class means and counts."""
+        return row_schema(width)
+
+    def summarize(self, features: Tensor, labels: Tensor, client: Client) -> Weights:
+        """μ_kc and n_kc: the mean features of each class, or of each of its subsets, and the number of samples."""
+        subset = self._draw_subsets(labels, client.stream("subsets"))
+        groups = labels * self.subsets + subset  # one number per class and subset
+        rows = class_rows(features, groups)
+        return {**rows, "classes": rows["classes"].div(self.subsets, rounding_mode="floor")}
+
+    def _draw_subsets(self, labels: Tensor, stream: torch.Generator) -> Tensor:
+        """A subset for each sample. The subsets of a class differ by at most one sample in size."""
+        order = torch.randperm(len(labels), generator=stream).to(labels.device)
+        subset = torch.zeros_like(labels)
+        for label in labels.unique():  # type: ignore[no-untyped-call]
+            members = order[labels[order] == label]
+            subset[members] = torch.arange(len(members), device=labels.device) % self.subsets
+        return subset
+
+    def merge(self, parts: Sequence[Mapping[str, Tensor]]) -> Weights:
+        """All class means of all clients."""
+        return merge_rows(parts)
+
+    def fit_head(self, statistics: Weights, head: Weights, clients: Clients) -> Head:
+        """W = G⁻¹ B, normalized"""
+        classes, n_k = statistics["classes"], statistics["counts"].double()
+        means = statistics["means"].double()
+        number, width = head[HEAD_WEIGHT].shape
+        zeros = n_k.new_zeros(number)
+        total = zeros.index_add(0, classes, n_k)  # N_c
+        holders = zeros.index_add(0, classes, torch.ones_like(n_k))  # K_c
+        class_sums = means.new_zeros(number, width).index_add(0, classes, means * n_k[:, None])  # N_c μ_c
+        mu = class_sums / total.clamp(min=1)[:, None]
+        samples = (total - 1).clamp(min=0)
+        factor = (samples / (holders - 1).clamp(min=1)).where(holders > 1, 0.0)  # (N_c − 1) / (K_c − 1)
+        deviations = (means - mu[classes]) * (n_k * factor[classes]).sqrt()[:, None]
+        scatter = deviations.T @ deviations  # G, without γ
+        gamma = self.shrinkage * float(scatter.trace() / width)
+        identity = torch.eye(width, dtype=scatter.dtype, device=scatter.device)
+        weight = torch.linalg.solve(scatter + (gamma or 1.0) * identity, class_sums.T).T
+        return Head(F.normalize(weight), zeros, total > 0)

@@ -1,0 +1,104 @@
+"""Adapters: only some parameters of a net are trained. Only these are sent, averaged and stored.
+
+All other parameters and buffers become non-persistent buffers, which a state dict leaves out. So `get_weights` and
+`load_weights` see the trained ones alone, and methods need not know. LoRA (Hu et al., ICLR 2022) adds B A to a weight
+matrix, with B = 0 at first, and trains A and B.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fewer.errors import SettingError
+from fewer.models.frozen import HEAD
+from fewer.models.task import Task
+from fewer.models.weights import Weights, get_weights, load_weights, norm_weight_names
+
+LORA = re.compile(r"lora(?::rank=([1-9]\d*))?")
+DEFAULT_RANK = 8
+
+
+class LowRank(nn.Module):
+    """W + B A: a weight with a trained change of low rank. The paper scales B A by alpha / rank; here alpha = rank."""
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        rows, columns = weight.flatten(1).shape
+        self.a = nn.Parameter(torch.randn(rank, columns, dtype=weight.dtype, device=weight.device) / columns**0.5)
+        self.b = nn.Parameter(torch.zeros(rows, rank, dtype=weight.dtype, device=weight.device))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight with its change."""
+        return weight + (self.b @ self.a).view_as(weight)
+
+
+def train_only(task: Task, trained: str, seed: int) -> Task:
+    """The same task with these parameters trained: lora:rank=N, bias, norm, head, or a regular expression of names.
+
+    All others keep the weights that training would start from with this seed.
+    """
+    full = task.initial_weights(seed)
+    build_net = partial(_build, task.build_net, trained, full)
+    net = build_net()
+    if not any(parameter.requires_grad for parameter in net.parameters()):
+        names = ", ".join(name for name, _ in task.net().named_parameters())
+        raise SettingError(f"train = {trained} matches no parameter of the model (it has: {names})")
+    initial = None if task.pretrained is None else get_weights(net)
+    return replace(task, build_net=build_net, pretrained=initial, partial=True)
+
+
+def _build(build_net: Callable[[], nn.Module], trained: str, full: Weights) -> nn.Module:
+    """A net whose frozen tensors are buffers with the values in `full`."""
+    net = build_net()
+    fresh = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    names = _trained_names(net, trained)
+    load_weights(net, {name: (fresh[name] if name in names else full[name]).cpu() for name in fresh})
+    lora = LORA.fullmatch(trained)
+    for prefix, module in list(net.named_modules()):
+        tensors = {**module._parameters, **module._buffers}
+        frozen = [
+            name
+            for name, tensor in tensors.items()
+            if tensor is not None and (f"{prefix}.{name}" if prefix else name) not in names
+        ]
+        for name in frozen:
+            _to_buffer(module, name)
+        if frozen and isinstance(module, nn.modules.batchnorm._BatchNorm) and len(frozen) == len(tensors):
+            module.eval().train = lambda mode=True, module=module: module  # type: ignore[method-assign, misc]
+        if lora and "weight" in frozen and isinstance(module, nn.Linear):
+            parametrize.register_parametrization(
+                module, "weight", LowRank(module.weight, int(lora[1] or DEFAULT_RANK)), unsafe=True
+            )
+            module.get_submodule("parametrizations.weight")._non_persistent_buffers_set.add("original")
+    return net
+
+
+def _to_buffer(module: nn.Module, name: str) -> None:
+    """Makes a parameter or buffer one that a state dict leaves out."""
+    tensor = getattr(module, name).detach()
+    delattr(module, name)
+    module.register_buffer(name, tensor, persistent=False)
+
+
+def _trained_names(net: nn.Module, trained: str) -> set[str]:
+    """The names in the state dict that are trained and sent."""
+    names = set(net.state_dict())
+    head = {name for name in names if name.startswith(HEAD)}
+    if trained == "head" or LORA.fullmatch(trained):
+        return head
+    if trained == "bias":
+        return head | {name for name in names if name.rpartition(".")[2] == "bias"}
+    if trained == "norm":
+        return head | (names & norm_weight_names(net))
+    try:
+        return {name for name in names if re.search(trained, name)}
+    except re.error as error:
+        problem = f"train = {trained} is neither lora:rank=N, bias, norm, head nor a regular expression"
+        raise SettingError(f"{problem}: {error}") from error
