@@ -13,7 +13,7 @@ import fewer
 from tests.helpers import LAYERS
 
 ROOT = Path(fewer.__file__).parent
-BASE = ("errors", "choices", "ledger", "plugins", "registry", "statistics")
+BASE = ("errors", "choices", "ledger", "plugins", "privacy", "registry", "statistics")
 """Below all layers. These modules may import each other."""
 FACADE = "fewer"
 """The package itself: it imports names of all layers on first use."""

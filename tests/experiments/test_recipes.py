@@ -303,7 +303,7 @@ def test_a_table_says_what_its_intervals_cover(units: str) -> None:
         (("rounds = 2", 'rounds = "many"'), "rounds must be a valid integer, got 'many'"),
         (("[settings]", "[settings"), "is not valid TOML"),
         (("seeds = 2", "seeds = 0"), "seeds must be > 0, got 0"),
-        (("seeds = 2", "figure = 'pie'"), "figure must be 'rounds', 'megabytes' or 'columns', got 'pie'"),
+        (("seeds = 2", "figure = 'pie'"), "figure must be 'rounds', 'megabytes', 'columns' or 'heatmap', got 'pie'"),
     ],
 )
 def test_a_wrong_recipe_gives_a_one_line_error(change: tuple[str, str], text: str, tmp_path: Path) -> None:

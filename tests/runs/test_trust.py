@@ -22,6 +22,7 @@ SETTINGS: dict[str, Any] = {"data": "digits", "model": "mlp", "clients": 10, "al
 DOES_NOT_AVERAGE = {
     *("alone", "dpsgd-ring", "feddistill-logits", "fedelmy", "fedmk", "fedmk-paper", "fedproto", "fedseq"),
     *("local", "local-maml", "local-proto", "metafed"),
+    *("centralized", "co-boosting", "dense", "fed3r", "fedavg-head", "fedcof", "feddm", "fedncm", "fedpft", "fusefl"),
 }
 
 

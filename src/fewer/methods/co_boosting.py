@@ -42,9 +42,9 @@ class WeightedEnsemble(Ensemble):
 
     def forward(self, x: Tensor) -> Tensor:
         """Class scores of a batch."""
-        return self.combine(torch.stack([member(x) for member in self.members]), self.weights)
+        return self.mix_logits(torch.stack([member(x) for member in self.members]), self.weights)
 
-    def combine(self, logits: Tensor, weights: Tensor) -> Tensor:
+    def mix_logits(self, logits: Tensor, weights: Tensor) -> Tensor:
         """Σ_k w_k · logits_k, of logits (members × samples × classes)."""
         return (weights.to(logits)[:, None, None] * logits).sum(0)
 
@@ -86,7 +86,7 @@ class CoBoosting(Dense):
             with torch.no_grad():
                 logits = torch.stack([member(images[batch]) for member in ensemble.members])
             w = ensemble.weights.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(F.cross_entropy(ensemble.combine(logits, w), labels[batch]), w)
+            (gradient,) = torch.autograd.grad(F.cross_entropy(ensemble.mix_logits(logits, w), labels[batch]), w)
             ensemble.weights.copy_((w.detach() - step * gradient.sign()).clamp(0, 1))
 
     def transform_images(self, ensemble: Ensemble, images: Tensor, stream: torch.Generator) -> Tensor:
