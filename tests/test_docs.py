@@ -32,7 +32,7 @@ from tests.helpers import DIGITS, LAYERS, call
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if "results" not in page.parts)]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(page for page in DOCS.rglob("*.md") if "results" not in page.parts)]
 
 
 class MyNet(nn.Sequential):
