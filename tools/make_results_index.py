@@ -132,7 +132,7 @@ def render_index() -> str:
 def _render_paper(paper: Paper, results: Sequence[Published]) -> Iterator[str]:
     items = [(item, select_results(item, results)) for item in paper.item]
     title = next(recipes.load_recipe(name).paper for item in paper.item for name in item.recipes)
-    yield from (f"## {paper.name}", "", f"*{_drop_place(title)}.* [About {paper.name}](../{paper.page}).", "")
+    yield from (f"## {paper.name}", "", f"*{_drop_place(title)}.*", "", f"[About {paper.name}](../{paper.page})", "")
     yield from _render_table(
         ("table or figure", "content", "state", "verdict"),
         [(item.name, item.what, describe_state(item, found), item.verdict if found else "–") for item, found in items],
