@@ -7,7 +7,7 @@ export MKL_NUM_THREADS = 1
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo cluster-demo test test-cluster test-faults coverage lint format docs docs-serve bench reproduce check-results clean
+.PHONY: help demo cluster-demo test test-cluster test-faults coverage lint format docs docs-serve wheel bench reproduce check-results clean
 
 help:                          ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,8 +44,9 @@ lint: .venv/.installed         ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: .venv/.installed       ## format the code and write the type stub of the public API
+format: .venv/.installed       ## format the code; write the type stub and the index of results
 	$(BIN)/python tools/make_stub.py
+	$(BIN)/python tools/make_results_index.py
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -54,6 +55,9 @@ docs: .venv/.installed         ## build the docs as a site: build/site/index.htm
 
 docs-serve: .venv/.installed   ## serve the docs on http://127.0.0.1:8000 and rebuild on changes
 	$(BIN)/mkdocs serve
+
+wheel: .venv/.installed        ## build a wheel, install it into a new environment and run it outside the checkout
+	$(BIN)/python tools/check_wheel.py
 
 bench: .venv/.installed        ## measure speed, memory and scaling, as ratios within one run
 	$(BIN)/python -m benchmarks

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +33,7 @@ from tests.helpers import DIGITS, LAYERS, call
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if "results" not in page.parts)]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(page for page in DOCS.rglob("*.md") if "results" not in page.parts)]
 
 
 class MyNet(nn.Sequential):
@@ -152,6 +153,7 @@ def test_every_command_accepts_the_arguments_on_a_page(page: Path) -> None:
             assert set(parsed.get("column") or ()) <= set(known_columns)
 
 
+HOW_TO = ("add-data", "classes", "fedmk-python", "install", "own-data", "own-training", "recipe", "slurm")
 SLOW = ("local-cluster", "join", "server")
 """Commands that tests/machines runs in separate processes."""
 
@@ -160,7 +162,7 @@ SLOW = ("local-cluster", "join", "server")
     "page",
     [
         *sorted((DOCS / "tutorial").glob("*.md")),
-        *(DOCS / f"how-to/{name}.md" for name in ("add-data", "own-data", "recipe")),
+        *(DOCS / f"how-to/{name}.md" for name in HOW_TO),
     ],
     ids=page_name,
 )
@@ -219,6 +221,12 @@ def test_every_public_name_is_in_the_reference() -> None:
         assert getattr(fewer, name) in method_classes or any(path.endswith(f".{name}") for path in documented), name
     functions = ("load", "from_arrays", "from_clients", "from_dataset", "Data")
     assert {f"fewer.data.{name}" for name in functions} <= {*documented}
+
+
+def test_the_page_on_installing_lists_every_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "how-to/install.md").read_text(), re.M)
+    assert rows == [*project["optional-dependencies"]]
 
 
 def table_below(page: Path, heading: str) -> list[list[str]]:

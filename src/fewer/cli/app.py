@@ -345,12 +345,23 @@ def methods(
     name: Annotated[
         str | None, Argument(metavar="METHOD", help="Show the options of this method.", autocompletion=complete_methods)
     ] = None,
+    with_papers: Annotated[
+        bool, Option("--cite", help="Print the BibTeX entries of the method's papers instead.")
+    ] = False,
     json_file: Json = None,
 ) -> None:
     """List the methods, or the options of one."""
     from typing import get_args
 
     from fewer.methods import Group, find, names
+    from fewer.methods.citations import cite
+
+    if with_papers:
+        if name is None:
+            raise SettingError("METHOD is missing, as in fewer methods fedavg --cite")
+        method_name = find(name).name
+        print("\n\n".join(cite(method_name)) or f"% {method_name} has no paper in this list")
+        return
 
     if name is None:
         texts = {method: (find(method).__doc__ or "").strip().splitlines()[0] for method in names()}

@@ -45,7 +45,7 @@ class LocalTraining(LocalOptimizer, Method[StateT], Generic[StateT]):
     """Local steps per round."""
     batch_size: PositiveInt = 32
     """Samples per local step (B)."""
-    augment: bool = Field(False, json_schema_extra={"neutral": True})
+    augment: bool = Field(default=False, json_schema_extra={"neutral": True})
     """Whether images are randomly rotated, scaled and shifted in each local step."""
 
     @on_client(stream="train")  # the key of its random numbers
@@ -157,7 +157,7 @@ def average_field(answers: Answers, name: str, shares: Sequence[float] | None = 
 class FedAvgAugmented(FedAvg):
     """FedAvg with `augment`: on randomly rotated, scaled and shifted images, as FedMK's are (fedmk.py)."""
 
-    augment: bool = Field(True, json_schema_extra={"neutral": True})
+    augment: bool = Field(default=True, json_schema_extra={"neutral": True})
 
     def init(self, task: Task, seed: int) -> ModelState:
         """Checks that inputs are images, and returns the initial model."""

@@ -1,7 +1,7 @@
 """FedELMY: one model passes through the clients, and each trains a pool of diverse models around it.
 
-Wang, Li, Cheng, Zhang, Wang, Zhang, Qiao: One-Shot Sequential Federated Learning for Non-IID Data by Enhancing Local
-Model Diversity, ACM MM 2024, Algorithm 1. A client starts its pool M with the model m_0 that it receives. S times, it
+Wang, Deng, Feng, Fan, Yin, Ng: One-Shot Sequential Federated Learning for Non-IID Data by Enhancing Local Model
+Diversity, ACM MM 2024, Algorithm 1. A client starts its pool M with the model m_0 that it receives. S times, it
 trains a new model m, which starts as the mean of the pool, on
 
     ℓ = CE − α d_1 + β d_2,        d_1 = mean over m_j ∈ M of ‖m − m_j‖,        d_2 = ‖m − m_0‖

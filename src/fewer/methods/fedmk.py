@@ -129,19 +129,19 @@ class FedMK(Method[FedMKState]):
     match_rounds: PositiveInt | Literal["all"] = "all"
     """Rounds of a client that begin with matching; after these, it only refines the D̂ that it kept."""
 
-    matching_nets: Literal["random", "global", "trained"] = Field("random", json_schema_extra={"neutral": True})
+    matching_nets: Literal["random", "global", "trained"] = Field(default="random", json_schema_extra={"neutral": True})
     """Nets of matching: random ones, from round 2 on ones near the global model, or ones trained by the client."""
-    rho: PositiveFloat = Field(5.0, json_schema_extra={"neutral": True})
+    rho: PositiveFloat = Field(default=5.0, json_schema_extra={"neutral": True})
     """Distance from the global model (ρ), for `matching_nets` = global."""
-    queue_size: PositiveInt = Field(5, json_schema_extra={"neutral": True})
+    queue_size: PositiveInt = Field(default=5, json_schema_extra={"neutral": True})
     """Nets in the queue, for `matching_nets` = trained."""
-    queue_steps: PositiveInt = Field(20, json_schema_extra={"neutral": True})
+    queue_steps: PositiveInt = Field(default=20, json_schema_extra={"neutral": True})
     """Training steps after which a net of the queue starts again from random weights."""
-    queue_lr: PositiveFloat = Field(0.1, json_schema_extra={"neutral": True})
+    queue_lr: PositiveFloat = Field(default=0.1, json_schema_extra={"neutral": True})
     """Learning rate of the nets of the queue."""
-    ce_weight: NonNegativeFloat = Field(0.1, json_schema_extra={"neutral": True})
+    ce_weight: NonNegativeFloat = Field(default=0.1, json_schema_extra={"neutral": True})
     """Weight of the cross-entropy of D̂ under the nets of the queue."""
-    tiles: PositiveInt = Field(1, json_schema_extra={"neutral": True})
+    tiles: PositiveInt = Field(default=1, json_schema_extra={"neutral": True})
     """Each image of D̂ is cut into tiles × tiles parts, which are resized to full size whenever a net sees them."""
 
     outer_steps: NonNegativeInt = 20

@@ -82,13 +82,13 @@ class FewRounds(Method[StateT]):
     batch_size: PositiveInt | None = 60
     """Samples in a local step. `null`: the full support set, as in Algorithm 1. A support set that is not larger than
     a batch has one step in an epoch."""
-    local_steps: PositiveInt | None = Field(None, json_schema_extra=NEUTRAL)
+    local_steps: PositiveInt | None = Field(default=None, json_schema_extra=NEUTRAL)
     """Local steps in a round, over as many epochs as they need. [default: one for each batch of E epochs]"""
-    weight_decay: NonNegativeFloat = Field(0.0, json_schema_extra=NEUTRAL)
+    weight_decay: NonNegativeFloat = Field(default=0.0, json_schema_extra=NEUTRAL)
     """Weight decay (an L2 penalty) of all steps. The authors ran 0.0005."""
-    crop: NonNegativeInt = Field(0, json_schema_extra=NEUTRAL)
+    crop: NonNegativeInt = Field(default=0, json_schema_extra=NEUTRAL)
     """Train on random crops of images with a border of this many pixels. The authors ran 3."""
-    temperature: PositiveFloat = Field(1.0, json_schema_extra=NEUTRAL)
+    temperature: PositiveFloat = Field(default=1.0, json_schema_extra=NEUTRAL)
     """Divides the squared distances in the softmax over prototypes."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 5 / 6
     """GPAL: weight of the local loss (γ). The loss by global prototypes has weight 1 − γ."""

@@ -73,11 +73,11 @@ class FewShot(Method[FewShotState]):
     """Support samples per class (K)."""
     queries: PositiveInt = 5
     """Query samples per class."""
-    train_way: Annotated[int, Field(ge=2)] | None = Field(None, json_schema_extra={"neutral": True})
+    train_way: Annotated[int, Field(ge=2)] | None = Field(default=None, json_schema_extra={"neutral": True})
     """Classes in a training task. [default: way]"""
-    train_shot: PositiveInt | None = Field(None, json_schema_extra={"neutral": True})
+    train_shot: PositiveInt | None = Field(default=None, json_schema_extra={"neutral": True})
     """Support samples per class in a training task. [default: shot]"""
-    train_queries: PositiveInt | None = Field(None, json_schema_extra={"neutral": True})
+    train_queries: PositiveInt | None = Field(default=None, json_schema_extra={"neutral": True})
     """Query samples per class in a training task. [default: queries]"""
     tasks: PositiveInt = 10
     """Tasks that a client trains on in a round (τ)."""

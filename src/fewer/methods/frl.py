@@ -162,7 +162,7 @@ class FRL(PreparingMethod[FRLState]):
     """Optimizer of the meta-update. The paper uses plain gradient descent, which needs far more episodes."""
     queries: PositiveInt | None = None
     """Queries of a client in a meta-update (|D|). [default: all]"""
-    meta_steps: PositiveInt = Field(1, json_schema_extra=NEUTRAL)
+    meta_steps: PositiveInt = Field(default=1, json_schema_extra=NEUTRAL)
     """Steps of a client in a meta-update. The first takes the gradient at θ^R, the others continue from φ, each on a
     batch of queries. The authors ran 5. With 1, the gradient is over all queries."""
     query_prototypes: Literal["queries", "support"] = "queries"

@@ -126,9 +126,9 @@ class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
     """The method inside a federation of several clients."""
     inner_rounds: PositiveInt = 1
     """Inner rounds each time a federation trains."""
-    inner_options: dict[str, Any] = Field({})
+    inner_options: dict[str, Any] = Field(default={})
     """Options of the inner method, in addition to those it shares with this one."""
-    keep: Literal["last", "best"] = Field("best", json_schema_extra={"neutral": True})
+    keep: Literal["last", "best"] = Field(default="best", json_schema_extra={"neutral": True})
     """The model that a federation uses: its last one, or its best one on its validation samples after any training."""
     sealed: bool = True
     """Encrypt models for the next federation, so that the relay cannot read them."""

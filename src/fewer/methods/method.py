@@ -123,7 +123,7 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
     """Clients asked in each round. [default: 10, or all if there are fewer]"""
     codec: Codec = "float32"
     """Encoding of floating-point tensors in messages."""
-    keep: Literal["last", "best"] = Field("last", json_schema_extra={"neutral": True})
+    keep: Literal["last", "best"] = Field(default="last", json_schema_extra={"neutral": True})
     """The model that a client uses: its last one, or of the evaluated rounds the best on its validation samples."""
 
     @classmethod

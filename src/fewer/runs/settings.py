@@ -30,99 +30,99 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    method: str = Field("fedavg", title="Method")
+    method: str = Field(default="fedavg", title="Method")
     """A method's name (see `fewer methods`) or FILE.py:Name."""
-    rounds: PositiveInt | None = Field(None, title="Method")
+    rounds: PositiveInt | None = Field(default=None, title="Method")
     """Number of rounds. [default: the method's, usually 10]"""
-    cohort: PositiveInt | None = Field(None, title="Method")
+    cohort: PositiveInt | None = Field(default=None, title="Method")
     """Clients asked in each round. [default: the method's, usually 10 or all]"""
-    codec: Codec | None = Field(None, title="Method")
+    codec: Codec | None = Field(default=None, title="Method")
     """Encoding of tensors in messages: float32, float16, bfloat16, int8 or uint8. [default: the method's]"""
-    method_options: dict[str, Any] = Field({}, title="Method")
+    method_options: dict[str, Any] = Field(default={}, title="Method")
     """An option of the method, as name=value; may be repeated. `fewer methods NAME` lists them."""
-    model: str | None = Field(None, title="Method")
+    model: str | None = Field(default=None, title="Method")
     """The net: cnn, lenet5, mlp, … or FILE.py:Name. [default: one that fits the data; cnn for images]"""
-    norm: Norm | None = Field(None, title="Method")
+    norm: Norm | None = Field(default=None, title="Method")
     """Normalization layers of the net. [default: the net's; cnn has group]"""
-    model_options: dict[str, Any] = Field({}, title="Method")
+    model_options: dict[str, Any] = Field(default={}, title="Method")
     """An option of the net, as name=value (resnet12: width=0.25); may be repeated."""
-    freeze: Literal["none", "encoder"] = Field("none", title="Method", json_schema_extra=NEUTRAL)
+    freeze: Literal["none", "encoder"] = Field(default="none", title="Method", json_schema_extra=NEUTRAL)
     """`encoder` keeps the encoder as it is: its features are cached, and only the head is trained and sent."""
-    train: str | None = Field(None, title="Method", json_schema_extra=NEUTRAL)
+    train: str | None = Field(default=None, title="Method", json_schema_extra=NEUTRAL)
     """Parameters to train and send: lora:rank=8, bias, norm, head, or a regular expression. [default: all]"""
-    loss: str | None = Field(None, title="Method", json_schema_extra=NEUTRAL)
+    loss: str | None = Field(default=None, title="Method", json_schema_extra=NEUTRAL)
     """The loss: cross-entropy, bce (sets of labels), mse, mae, huber, or FILE.py:name. [default: cross-entropy]"""
-    metrics: Names = Field((), title="Method", json_schema_extra=NEUTRAL)
+    metrics: Names = Field(default=(), title="Method", json_schema_extra=NEUTRAL)
     """Metrics, separated by commas: mae, mse, rmse, r2, f1, exact-match, or FILE.py:name. [default: the loss's]"""
 
-    data: str = Field("fashion-mini", title="Data")
+    data: str = Field(default="fashion-mini", title="Data")
     """A dataset (see `fewer data list`), or FORMAT:PATH: npz:FILE, csv:FILE, jsonl:FILE, folder:DIR, idx:DIR, …"""
-    data_dir: Path | None = Field(None, title="Data")
+    data_dir: Path | None = Field(default=None, title="Data")
     """Directory of the data files. [default: $FEWER_DATA]"""
-    clients: PositiveInt = Field(20, title="Data")
+    clients: PositiveInt = Field(default=20, title="Data")
     """Number of clients."""
-    partition: Partition = Field("dirichlet", title="Data")
+    partition: Partition = Field(default="dirichlet", title="Data")
     """How samples are assigned to clients; natural uses the client ids in the data."""
-    alpha: PositiveFloat = Field(0.5, title="Data")
+    alpha: PositiveFloat = Field(default=0.5, title="Data")
     """Concentration of the dirichlet and quantity partitions; smaller is more skewed."""
-    min_samples_per_client: NonNegativeInt = Field(10, title="Data")
+    min_samples_per_client: NonNegativeInt = Field(default=10, title="Data")
     """Minimum samples per client, before any are held out (dirichlet, quantity)."""
-    classes_per_client: PositiveInt = Field(2, title="Data")
+    classes_per_client: PositiveInt = Field(default=2, title="Data")
     """Classes per client (pathological)."""
-    shards: PositiveInt = Field(2, title="Data")
+    shards: PositiveInt = Field(default=2, title="Data")
     """Shards per client (shards)."""
-    fraction: Annotated[float, Field(gt=0, le=1)] = Field(1.0, title="Data")
+    fraction: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, title="Data")
     """Fraction of the training samples to use."""
-    validation: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, title="Data")
+    validation: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, title="Data")
     """Fraction of each client's training samples to hold out for validation."""
-    vocab_size: Annotated[int, Field(ge=3)] = Field(20_000, title="Data")
+    vocab_size: Annotated[int, Field(ge=3)] = Field(default=20_000, title="Data")
     """Largest vocabulary of a text; it is built from training text only."""
-    max_length: PositiveInt = Field(30, title="Data")
+    max_length: PositiveInt = Field(default=30, title="Data")
     """Number of words read from each text."""
-    standardize: bool = Field(False, title="Data", json_schema_extra=NEUTRAL)
+    standardize: bool = Field(default=False, title="Data", json_schema_extra=NEUTRAL)
     """Bring each column of a table to mean 0 and standard deviation 1, by sums that clients send before round 1."""
-    unseen_clients: NonNegativeInt = Field(0, title="Data", json_schema_extra=NEUTRAL)
+    unseen_clients: NonNegativeInt = Field(default=0, title="Data", json_schema_extra=NEUTRAL)
     """Clients that never train, the last ones. After the last round, each joins with a fifth of its samples."""
-    data_options: dict[str, Any] = Field({}, title="Data")
+    data_options: dict[str, Any] = Field(default={}, title="Data")
     """An option of the data, as name=value (csv: label=y; glyphs: size=32); may be repeated."""
-    data_seed: NonNegativeInt | None = Field(None, title="Data")
+    data_seed: NonNegativeInt | None = Field(default=None, title="Data")
     """Seed of the partition. [default: the seed of the run]"""
 
-    seed: NonNegativeInt = Field(0, title="Run")
+    seed: NonNegativeInt = Field(default=0, title="Run")
     """Seed of all randomness; the same seed gives the same results."""
-    evaluate_every: PositiveInt = Field(1, title="Run")
+    evaluate_every: PositiveInt = Field(default=1, title="Run")
     """Evaluate after every N rounds, and after the last."""
-    join_rounds: PositiveInt = Field(1, title="Run", json_schema_extra=NEUTRAL)
+    join_rounds: PositiveInt = Field(default=1, title="Run", json_schema_extra=NEUTRAL)
     """Rounds of local training that a new client takes when it joins. What it sends is discarded."""
-    runtime: RuntimeName = Field("inline", title="Run")
+    runtime: RuntimeName = Field(default="inline", title="Run")
     """One process, or a pool of worker processes; the results are the same."""
-    workers: PositiveInt = Field(2, title="Run")
+    workers: PositiveInt = Field(default=2, title="Run")
     """Worker processes of the pool."""
-    device: str = Field("cpu", title="Run")
+    device: str = Field(default="cpu", title="Run")
     """Any torch device: cpu, cuda, cuda:1, mps."""
-    debug: bool = Field(False, title="Run", exclude=True)
+    debug: bool = Field(default=False, title="Run", exclude=True)
     """Run inline, and stop with the traceback if a client fails."""
-    count_flops: bool = Field(False, title="Run")
+    count_flops: bool = Field(default=False, title="Run")
     """Count the floating-point operations of simulated clients. It slows small nets down by up to 2."""
 
-    dp: str | None = Field(None, title="Run", json_schema_extra=NEUTRAL)
+    dp: str | None = Field(default=None, title="Run", json_schema_extra=NEUTRAL)
     """Differential privacy of clients: user:clip=1.0,noise=0.8 (and quantile=0.5, delta=1e-5), or epsilon=8."""
 
-    quorum: Probability = Field(0.0, title="Faults")
+    quorum: Probability = Field(default=0.0, title="Faults")
     """Fraction of the asked clients that must answer, or the run stops."""
-    deadline: PositiveFloat | None = Field(None, title="Faults")
+    deadline: PositiveFloat | None = Field(default=None, title="Faults")
     """Seconds that a client may take; later answers are discarded. [default: none]"""
-    drop: Probability = Field(0.0, title="Faults")
+    drop: Probability = Field(default=0.0, title="Faults")
     """Injected fault: probability that a client does not answer."""
-    slow: Probability = Field(0.0, title="Faults")
+    slow: Probability = Field(default=0.0, title="Faults")
     """Injected fault: probability that an answer arrives too late."""
-    corrupt: Probability = Field(0.0, title="Faults")
+    corrupt: Probability = Field(default=0.0, title="Faults")
     """Injected fault: probability that an answer is damaged in transit."""
-    lie: str | None = Field(None, title="Faults", json_schema_extra=NEUTRAL)
+    lie: str | None = Field(default=None, title="Faults", json_schema_extra=NEUTRAL)
     """Injected fault, as KIND:SHARE of all clients that lie: sign-flip, scale, noise, label-flip, ipm or alie."""
-    aggregate: Aggregate = Field("mean", title="Faults", json_schema_extra=NEUTRAL)
+    aggregate: Aggregate = Field(default="mean", title="Faults", json_schema_extra=NEUTRAL)
     """How the server combines what clients send: their mean, or a rule that bears some lies."""
-    liars: Annotated[float, Field(ge=0, lt=0.5)] = Field(0.2, title="Faults", json_schema_extra=NEUTRAL)
+    liars: Annotated[float, Field(ge=0, lt=0.5)] = Field(default=0.2, title="Faults", json_schema_extra=NEUTRAL)
     """Share of clients that may lie, as trimmed-mean, multi-krum and bulyan assume."""
 
 

@@ -1,0 +1,205 @@
+"""Writes docs/results/index.md, every table and figure of the five papers: python tools/make_results_index.py.
+
+The papers' tables and figures, and a verdict on each, are in `src/fewer/experiments/tables/coverage.toml`. Numbers and
+commands come from the published JSON files.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from fewer.experiments import recipes
+from fewer.experiments.recipes import Cell
+
+RESULTS = Path(__file__).parents[1] / "docs/results"
+INDEX = RESULTS / "index.md"
+COVERAGE = Path(recipes.__file__).parent / "tables/coverage.toml"
+
+INTRO = """# All tables and figures
+
+Every table and figure of the five papers, with our numbers next to theirs. `tools/make_results_index.py` writes this
+page from the recipes and the published results.
+
+| state | meaning |
+|---|---|
+| full | the paper's data, clients, rounds and seeds |
+| small | fewer data sets, columns, clients, rounds or seeds; the linked page says which |
+| not run | no published result |
+
+Accuracy is in %, with a 95 % interval where there are several seeds, groups or tasks. Papers print no numbers in
+figures. "Tuned" rows chose their settings on held-out data; the papers' baselines are not tuned.
+"""
+
+
+class Item(BaseModel):
+    """A table or figure of a paper."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    what: str
+    recipes: list[str] = []
+    columns: list[str] = []
+    """The columns of the recipes that belong to it; all if the list is empty."""
+    rows: list[str] = []
+    """The rows that the page shows."""
+    size: Literal["small", "full"] = "small"
+    """Whether the recipes have the paper's data, clients, rounds and seeds."""
+    verdict: str = ""
+
+
+class Paper(BaseModel):
+    """A paper: its tables and figures with results, and the others with the reason."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    page: str
+    without_results: dict[str, str]
+    item: list[Item]
+
+
+class Published(NamedTuple):
+    """A published result: its page, its command and its cells."""
+
+    page: str
+    recipe: str
+    command: str
+    cells: list[Cell]
+
+
+def load_papers() -> list[Paper]:
+    """Loads the tables and figures of the papers."""
+    return [Paper(**paper) for paper in tomllib.loads(COVERAGE.read_text())["paper"]]
+
+
+def load_results() -> list[Published]:
+    """Loads all published results of full recipes."""
+    results = []
+    for file in sorted(RESULTS.glob("*/*.json")):
+        content = json.loads(file.read_text())
+        command = content["command"]
+        if " --quick" not in command:
+            page = file.with_suffix(".md").relative_to(RESULTS).as_posix()
+            results.append(Published(page, command.split()[2], command, recipes.read_results(content)[1]))
+    return results
+
+
+def select_results(item: Item, results: Sequence[Published]) -> list[Published]:
+    """Returns the results of an item, with the cells of its columns only, in the order of its recipes."""
+    selected = []
+    for result in sorted(
+        (result for result in results if result.recipe in item.recipes),
+        key=lambda result: item.recipes.index(result.recipe),
+    ):
+        cells = [cell for cell in result.cells if not item.columns or cell.column in item.columns]
+        if cells:
+            selected.append(result._replace(cells=cells))
+    return selected
+
+
+def describe_state(item: Item, results: Sequence[Published]) -> str:
+    """Returns full, small or not run."""
+    if not results:
+        return "not run"
+    wanted = {(name, column.name) for name in item.recipes for column in recipes.load_recipe(name).column}
+    done = {(result.recipe, cell.column) for result in results for cell in result.cells}
+    return "full" if item.size == "full" and wanted <= done else "small"
+
+
+def list_commands(item: Item, results: Sequence[Published]) -> list[str]:
+    """Returns the commands of the published results; those of the recipes if there is none."""
+    options = "".join(f' --column "{column}"' for column in item.columns)
+    return [result.command for result in results] or [f"fewer reproduce {name}{options}" for name in item.recipes]
+
+
+def render_index() -> str:
+    """Returns the page."""
+    results, papers = load_results(), load_papers()
+    lines = [INTRO]
+    for paper in papers:
+        lines += _render_paper(paper, results)
+    lines += _render_others({name for paper in papers for item in paper.item for name in item.recipes}, results)
+    return "\n".join(lines)
+
+
+def _render_paper(paper: Paper, results: Sequence[Published]) -> Iterator[str]:
+    items = [(item, select_results(item, results)) for item in paper.item]
+    title = next(recipes.load_recipe(name).paper for item in paper.item for name in item.recipes)
+    yield from (f"## {paper.name}", "", f"*{_drop_place(title)}.*", "", f"[About {paper.name}](../{paper.page})", "")
+    yield from _render_table(
+        ("table or figure", "content", "state", "verdict"),
+        [(item.name, item.what, describe_state(item, found), item.verdict if found else "–") for item, found in items],
+    )
+    numbers = [
+        (
+            f"[{item.name}]({result.page})",
+            _data_name(result.recipe, cell.column),
+            cell.column,
+            cell.row,
+            cell.ours.format_accuracy(),
+            _format_paper(cell),
+        )
+        for item, found in items
+        for result in found
+        for column in dict.fromkeys(cell.column for cell in result.cells)
+        for row in item.rows
+        for cell in result.cells
+        if (cell.column, cell.row) == (column, row)
+    ]
+    yield from ("Ours and theirs:", "")
+    yield from _render_table(("result", "data", "column", "row", "ours", "paper"), numbers)
+    yield from ("Commands:", "", "```sh")
+    commands = dict.fromkeys((command, item.name) for item, found in items for command in list_commands(item, found))
+    yield from (f"{command}  # {name}" for command, name in commands)
+    yield from ("```", "")
+    pages = dict.fromkeys(result.page for item, found in items if not item.rows for result in found)
+    if pages:
+        yield from (f"Other figures: {', '.join(f'[{Path(page).stem}]({page})' for page in pages)}.", "")
+    reasons = "; ".join(f"{name} ({reason})" for name, reason in paper.without_results.items())
+    yield from (f"Without results: {reasons}.", "")
+
+
+def _render_others(covered: set[str], results: Sequence[Published]) -> Iterator[str]:
+    """Lists the recipes that are no table or figure of the five papers."""
+    yield from ("## Beyond the papers", "")
+    rows = []
+    for name, title in recipes.list_recipes().items():
+        pages = [f"[{Path(result.page).stem}]({result.page})" for result in results if result.recipe == name]
+        if name not in covered:
+            rows.append((f"`{name}`", title, ", ".join(pages) or "not run"))
+    yield from _render_table(("recipe", "content", "result"), rows)
+
+
+def _drop_place(paper: str) -> str:
+    """Returns the paper of a recipe without the table or figure."""
+    for word in (", Table", ", Figure", " ("):
+        paper = paper.partition(word)[0]
+    return paper
+
+
+def _data_name(recipe: str, column: str) -> str:
+    """Returns the name of the data of a column, without the path of a file."""
+    plan = recipes.load_recipe(recipe)
+    settings = next(entry.model_extra or {} for entry in plan.column if entry.name == column)
+    return str({**plan.settings, **settings}["data"]).partition(":")[0]
+
+
+def _format_paper(cell: Cell) -> str:
+    return "–" if cell.paper is None else f"{cell.paper:.2f}"
+
+
+def _render_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield from (f"| {' | '.join(titles)} |", "|---" * len(titles) + "|")
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+    yield ""
+
+
+if __name__ == "__main__":
+    INDEX.write_text(render_index())
