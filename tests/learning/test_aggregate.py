@@ -108,25 +108,27 @@ def test_a_rule_bears_two_liars_of_ten_in_a_model(rule: str) -> None:
 
 def test_implausible_changes_and_sizes_are_bounded() -> None:
     start = {"w": torch.tensor([1.0, 1.0])}
-    models = [{"w": start["w"] + torch.tensor(change)} for change in ([3.0, 4.0], [0.0, 5.0], [0.0, -3e15])]
-    bounded, sizes = bound_updates(models, [10, 20, 10**9], start)
-    assert bounded[0] is models[0] and bounded[2]["w"].tolist() == [1.0, -49.0]  # 10 times the median 5
-    assert sizes == [10, 20, 2000]
-    assert bound_updates(models[1:], [1, 10**9], start) == (models[1:], [1, 10**9])  # two clients have no median
-    assert combine(models, [10, 20, 10**9], start=start)["w"][1] == pytest.approx(
-        (10 * 5 + 20 * 6 + 2000 * -49) / 2030, rel=1e-5
+    changes = ([3.0, 4.0], [0.0, 5.0], [0.0, 5.0], [0.0, 5.0], [0.0, -3e15])
+    models = [{"w": start["w"] + torch.tensor(change)} for change in changes]
+    claimed = [10, 20, 20, 20, 10**9]
+    bounded, sizes = bound_updates(models, claimed, start)
+    assert bounded[0] is models[0] and bounded[4]["w"].tolist() == [1.0, -499.0]  # 100 times the median 5
+    assert sizes == [10, 20, 20, 20, 2000]
+    assert bound_updates(models[1:], claimed[1:], start) == (models[1:], claimed[1:])  # four clients are not bounded
+    assert combine(models, claimed, start=start)["w"][1] == pytest.approx(
+        (10 * 5 + 60 * 6 + 2000 * -499) / 2070, rel=1e-5
     )
 
 
 def test_a_client_that_changes_something_is_plausible_if_most_change_nothing() -> None:
     start = {"w": torch.zeros(1)}
-    models = [start, start, {"w": torch.ones(1)}]
-    assert bound_updates(models, [1, 1, 1], start)[0] == models
+    models = [*[start] * 4, {"w": torch.ones(1)}]
+    assert bound_updates(models, [1] * 5, start)[0] == models
 
 
 def test_implausible_prototypes_are_bounded() -> None:
     def prototypes(value: float, count: int) -> Prototypes:
         return Prototypes(torch.tensor([0]), torch.tensor([[value]]), torch.tensor([count]))
 
-    merged = merge_prototypes([prototypes(1, 2), prototypes(1, 2), prototypes(1e9, 10**9)])
-    assert merged.counts.tolist() == [204] and merged.means.item() == pytest.approx((2 + 2 + 200 * 10) / 204)
+    merged = merge_prototypes([*[prototypes(1, 2)] * 4, prototypes(1e9, 10**9)])
+    assert merged.counts.tolist() == [208] and merged.means.item() == pytest.approx((8 + 200 * 100) / 208)

@@ -29,14 +29,17 @@ from fewer.models import Weights
 from fewer.privacy import PrivacyLedger
 from fewer.runtime import Aggregation
 
-MAX_NORM_RATIO = 10.0
-"""A change that is longer than this many times the cohort's median is scaled down to that length."""
+MAX_NORM_RATIO = 100.0
+"""A change that is longer than this many times the cohort's median is scaled down to that length.
+
+Gradients of honest clients exceed 10 where most clients have learned their samples.
+"""
 MAX_SIZE_RATIO = 100.0
 """A client that claims more samples than this many times the cohort's median weighs as if it had that many.
 
 Honest cohorts of a skewed partition exceed 10.
 """
-MIN_COHORT = 3
+MIN_COHORT = 5
 """The smallest cohort whose median says what is plausible."""
 WEISZFELD_STEPS = 100
 CLIP_STEPS = 5
