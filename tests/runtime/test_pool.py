@@ -19,14 +19,26 @@ from fewer.runtime import Pool
 from tests.helpers import Deadly, Gambler, Sleepy, metrics, same_state
 from tests.runtime.harness import make_experiment
 
+EARLIER: set[psutil.Process] = set()
+"""Child processes that were there before the current test."""
+
 
 def children() -> list[psutil.Process]:
-    """Our live child processes, without Python's resource tracker."""
+    """Live child processes that the current test has started, without Python's resource tracker."""
     return [
         child
         for child in psutil.Process().children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(child.cmdline())
+        if child not in EARLIER
+        and child.status() != psutil.STATUS_ZOMBIE
+        and "resource_tracker" not in " ".join(child.cmdline())
     ]
+
+
+@pytest.fixture(autouse=True)
+def remember_children() -> None:
+    """Other tests of the same process may have started some."""
+    EARLIER.clear()
+    EARLIER.update(psutil.Process().children(recursive=True))
 
 
 @pytest.mark.parametrize("kind", [FedAvg, FedProx, FedBN, Local, Gambler])
