@@ -13,8 +13,16 @@ import torch
 import fewer
 from fewer import privacy
 from fewer.errors import SettingError
-from fewer.learning.aggregate import private_mean
-from fewer.privacy import PrivacyLedger, PrivacySettings, Release, choose_noise, compute_epsilon
+from fewer.learning.aggregate import add_share, private_mean
+from fewer.privacy import (
+    PrivacyLedger,
+    PrivacySettings,
+    RecordRelease,
+    Release,
+    choose_noise,
+    compute_epsilon,
+    round_up_rate,
+)
 from fewer.runtime.clients import PrivateSum
 from fewer.runtime.streams import stream
 from tests.helpers import run_contents
@@ -46,6 +54,39 @@ def test_sampling_rounds_and_noise_change_epsilon_as_they_should() -> None:
     assert compute_epsilon(((Release(10, 10, 2.0), 20),), 1e-5) > all_clients
     assert compute_epsilon(((Release(10, 10, 4.0), 10),), 1e-5) < all_clients
     assert compute_epsilon((), 1e-5) == 0
+
+
+@pytest.mark.parametrize(
+    ("rate", "noise", "steps", "published"),
+    [
+        (0.01, 4.0, 10_000, 1.26),  # Abadi et al., 2016, Section 3.2
+        (256 / 60_000, 1.12, 60 * 60_000 // 256, 2.92),  # TensorFlow Privacy, tutorials/README.md, MNIST
+        (256 / 60_000, 0.6, 30 * 60_000 // 256, 9.74),
+        (256 / 60_000, 1.2, 10 * 60_000 // 256, 1.20),
+    ],
+)
+def test_sampled_records_cost_what_was_published(rate: float, noise: float, steps: int, published: float) -> None:
+    """These values use ε = RDP + log(1 / δ) / (α − 1). We convert tighter (Canonne et al., 2020), so ours are less."""
+    curve = steps * privacy.compute_curve(rate, noise)
+    classic = min(value - math.log(1e-5) / (order - 1) for order, value in zip(privacy.ORDERS, curve, strict=True))
+    assert classic == pytest.approx(published, rel=0.005)
+    ours = privacy.compute_record_epsilon(((RecordRelease(rate, noise), steps),), 1e-5)
+    assert 0.75 * published < ours < published
+
+
+def test_sampling_rates_are_rounded_up_a_little() -> None:
+    for rate in (1.0, 0.999, 0.5, 0.031, 1e-4):
+        rounded = round_up_rate(rate)
+        assert rate <= rounded <= 1.02 * rate * (1 + 1e-9) and round_up_rate(rounded) == rounded
+
+
+def test_the_records_of_a_run_cost_as_much_as_those_of_the_worst_client() -> None:
+    book = PrivacyLedger.open(PrivacySettings(noise=1.0, level="record"), 2, 2, 2)
+    book.record_client(0, [(0.1, 1.0, 5)])
+    alone = book.epsilon
+    book.record_client(1, [(0.5, 1.0, 5)])
+    worst = privacy.compute_record_epsilon(((RecordRelease(round_up_rate(0.5), 1.0), 5),), 1e-5)
+    assert alone < book.epsilon == worst
 
 
 def test_a_target_chooses_the_smallest_noise() -> None:
@@ -103,6 +144,33 @@ def test_the_noise_has_its_standard_deviation() -> None:
     assert adaptive["w"].std().item() == pytest.approx(factor * 2.5 / 40, rel=0.03)
 
 
+def distributed_sum(answered: int) -> torch.Tensor:
+    """The noise of a sum of zero changes, of 4 clients asked, z = 0.8 and C = 2.5."""
+    start = {"w": torch.zeros(20_000)}
+    book = PrivacyLedger(PrivacySettings(2.5, 0.8, distributed=True), 0.8, 2.5)
+    noise = 0.8 / math.sqrt(4)
+    sent = [add_share(start, start, 2.5, noise, stream(client)) for client in range(answered)]
+    return 4 * private_mean(sent, start, start, book, 4, stream("server"))["w"]
+
+
+@pytest.mark.parametrize("answered", [1, 3, 4])
+def test_shares_of_noise_add_up_also_if_clients_are_absent(answered: int) -> None:
+    assert distributed_sum(answered).std().item() == pytest.approx(0.8 * 2.5, rel=0.03)
+
+
+def test_a_client_clips_its_own_change() -> None:
+    start = {"w": torch.tensor([1.0, 1.0]), "n": torch.tensor(7)}
+    update = {"w": torch.tensor([4.0, 5.0]), "n": torch.tensor(9)}
+    sent = add_share(update, start, 1.0, 1e-12, stream(0))
+    assert sent["w"].tolist() == pytest.approx([1.6, 1.8]) and sent["n"].item() == 7
+
+
+def test_a_distributed_run_sends_noisy_models_and_costs_the_same() -> None:
+    central, distributed = (fewer.run("fedavg", **SETTINGS, dp=f"noise=2{more}") for more in ("", ",distributed"))
+    assert central.history[-1]["epsilon"] == distributed.history[-1]["epsilon"]
+    assert not torch.equal(central.state.model["head.weight"], distributed.state.model["head.weight"])
+
+
 def test_adaptive_clipping_moves_toward_the_quantile() -> None:
     book = ledger(clip=1.0, quantile=0.5)
     book.move_clip(1.0)  # no client was clipped
@@ -117,10 +185,13 @@ def test_adaptive_clipping_moves_toward_the_quantile() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("record:noise=1", "unknown level 'record' .allowed: user"),
+        ("device:noise=1", "unknown level 'device' .allowed: user, record"),
+        ("record:noise=1,quantile=0.5", "quantile needs noise that the server adds"),
+        ("noise=1,quantile=0.5,distributed", "quantile needs noise that the server adds"),
+        ("noise=1,distributed=1", "unknown 'distributed'"),
         ("user:noise=1,epsilon=2", "pass either noise or epsilon"),
         ("clip=1", "pass either noise or epsilon"),
-        ("user:nose=1", "unknown 'nose' .allowed: clip, noise, epsilon, delta, quantile"),
+        ("user:nose=1", "unknown 'nose' .allowed: clip, noise, epsilon, delta, quantile, distributed"),
         ("user:noise=x", "noise must be a number"),
         ("user:noise=0", "noise must be > 0, got 0"),
         ("user:noise=1,delta=2", "delta must be between 0 and 1"),

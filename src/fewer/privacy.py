@@ -1,4 +1,4 @@
-"""The privacy ledger: how much a run may reveal about one client, as (ε, δ) of differential privacy.
+"""The privacy ledger: how much a run may reveal about one client, or about one record, as (ε, δ).
 
 User level, central: McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models, ICLR
 2018. The server clips each client's change to length C, sums the changes with equal weights, adds Gaussian noise with
@@ -10,16 +10,27 @@ takes into account (Wang, Balle, Kasiviswanathan: Subsampled Rényi Differential
 
 Adaptive clipping: Andrew, Thakkar, McMahan, Ramaswamy: Differentially Private Learning with Adaptive Clipping, NeurIPS
 2021, Algorithm 1, with their η_C = 0.2 and σ_b = (clients asked) / 20.
+
+User level, distributed: each of m clients asked clips its own change and adds noise with standard deviation z · C / √m.
+The server adds the shares of absent clients, so that the sum has the same noise as in the central case.
+
+Record level: Abadi et al.: Deep Learning with Differential Privacy, CCS 2016. Each client protects its own samples
+before anything leaves it (`fewer.learning.protect`). Two data sets are neighbors if one record is blanked out: it adds
+nothing to any sum. Numbers of samples are public. Clients have different records, so the ε of a record is that of its
+client, and a run's ε is that of the client with the largest. Poisson sampling: Mironov, Talwar, Zhang: Rényi
+Differential Privacy of the Sampled Gaussian Mechanism, 2019.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import numpy as np
 
 from fewer.errors import SettingError
 
@@ -29,6 +40,16 @@ COUNT_NOISE = 1 / 20
 """σ_b, the noise of the number of unclipped clients, relative to the number of clients asked."""
 MAX_NOISE = 1e4
 """The largest noise multiplier that a target ε may need."""
+ORDERS = (*range(2, 33), 40, 48, 64, 96, 128, 256, 512)
+"""Rényi orders at record level. Integers, because other orders are slow and may not converge at high sampling rates."""
+RATE_STEP = 1.02
+"""Sampling rates are rounded up to powers of this, so that many clients share one computation."""
+
+Level = Literal["user", "record"]
+
+
+class NotCovered(SettingError):
+    """The method uses clients' data in a way that differential privacy does not cover."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +65,26 @@ class PrivacySettings:
     delta: float = 1e-5
     quantile: float | None = None
     """γ: adaptive clipping moves C toward this quantile of the lengths. None: C is constant."""
+    distributed: bool = False
+    """Each client adds its share of the noise of a sum, and the server sees only the sum."""
+    level: Level = "user"
+    """What is protected: all data of a client, or one record."""
 
     @classmethod
     def parse(cls, text: str) -> PrivacySettings:
-        """Reads [user:]name=value,… such as user:clip=1.0,noise=0.8 or epsilon=8."""
+        """Reads [level:]name=value,… such as user:clip=1.0,noise=0.8 or record:epsilon=8 or epsilon=8,distributed."""
         level, colon, rest = text.partition(":")
-        if colon and level != "user":
-            raise SettingError(f"dp = {text}: unknown level '{level}' (allowed: user)")
-        values: dict[str, float] = {}
-        for part in (rest if colon else text).split(","):
+        if colon and level not in get_args(Level):
+            raise SettingError(f"dp = {text}: unknown level '{level}' (allowed: {', '.join(get_args(Level))})")
+        parts, values = (rest if colon else text).split(","), dict[str, float]()
+        distributed, level = "distributed" in parts, level if colon else "user"
+        options = [name for name in cls.__dataclass_fields__ if name != "level"]
+        for part in parts:
+            if part == "distributed":
+                continue
             name, _, number = part.partition("=")
-            if name not in cls.__dataclass_fields__:
-                raise SettingError(f"dp = {text}: unknown '{name}' (allowed: {', '.join(cls.__dataclass_fields__)})")
+            if name not in options or name == "distributed":
+                raise SettingError(f"dp = {text}: unknown '{name}' (allowed: {', '.join(options)})")
             try:
                 values[name] = float(number)
             except ValueError:
@@ -67,7 +96,34 @@ class PrivacySettings:
                 raise SettingError(f"dp = {text}: {name} must be {allowed}, got {value:g}")
         if ("noise" in values) == ("epsilon" in values):
             raise SettingError(f"dp = {text}: pass either noise or epsilon")
-        return cls(**values)
+        if "quantile" in values and (distributed or level != "user"):
+            raise SettingError(f"dp = {text}: quantile needs noise that the server adds, at user level")
+        return cls(**values, distributed=distributed, level=cast(Level, level))
+
+
+class RecordRelease(NamedTuple):
+    """One noisy sum over records of a client: the probability that a record takes part, and the noise multiplier z."""
+
+    rate: float
+    noise: float
+
+
+@dataclass(frozen=True)
+class Protection:
+    """How clients protect what they send: each record, or their share of a distributed sum."""
+
+    settings: PrivacySettings
+    noise: float | None
+    """z; None if a target ε chooses it for each client."""
+    uses: int
+    """How often a client answers at most, if a target ε chooses the noise."""
+
+    def choose_noise(self, rate: float, steps: int) -> float:
+        """z for this many releases in each answer, with a sampling rate."""
+        if self.noise is not None:
+            return self.noise
+        target, delta = self.settings.epsilon or 0.0, self.settings.delta
+        return choose_record_noise(target, delta, round_up_rate(rate), steps * self.uses)
 
 
 class Release(NamedTuple):
@@ -90,20 +146,36 @@ class PrivacyLedger:
     planned: tuple[int, int] | None = None
     """The cohort and the number of clients that the noise was chosen for, if a target ε chose it."""
     releases: Counter[Release] = field(default_factory=Counter)
+    records: dict[int, Counter[RecordRelease]] = field(default_factory=dict)
+    """At record level: the releases of each client."""
+    uses: int = 0
+    """At record level with a target ε: how often a client answers at most."""
 
     @classmethod
     def open(cls, settings: PrivacySettings, rounds: int, cohort: int, clients: int) -> PrivacyLedger:
         """The ledger of a new run. A target ε chooses the noise for one release in each of the rounds."""
+        _import_accounting()
+        if settings.level == "record":
+            return cls(settings, settings.noise or 0.0, settings.clip, uses=count_uses(rounds, cohort, clients))
         if settings.noise is not None:
-            _import_accounting()
             return cls(settings, settings.noise, settings.clip)
         noise = choose_noise(settings.epsilon or 0.0, settings.delta, rounds, cohort, clients)
         return cls(settings, noise, settings.clip, (cohort, clients))
 
     @property
     def epsilon(self) -> float:
-        """ε of all releases so far, at the δ of the settings."""
+        """ε of all releases so far, at the δ of the settings. At record level, that of the client with the largest."""
+        if self.settings.level == "record":
+            spent = {tuple(sorted(releases.items())) for releases in self.records.values()}
+            return max((compute_record_epsilon(releases, self.settings.delta) for releases in spent), default=0.0)
         return compute_epsilon(tuple(sorted(self.releases.items())), self.settings.delta)
+
+    @property
+    def protection(self) -> Protection | None:
+        """What clients do; None if only the server adds noise."""
+        if self.settings.level == "record":
+            return Protection(self.settings, self.settings.noise, self.uses)
+        return Protection(self.settings, self.noise, 0) if self.settings.distributed else None
 
     def noise_of_sum(self, asked: int) -> float:
         """The standard deviation of the noise of a sum of clipped changes.
@@ -134,6 +206,17 @@ class PrivacyLedger:
             )
             raise SettingError(f"dp: {problem}: pass noise instead of epsilon")
 
+    def record_client(self, client: int, releases: Iterable[Sequence[float]]) -> None:
+        """Records what a client released about its records, as (rate, noise, count)."""
+        for rate, noise, count in releases:
+            spent = self.records.setdefault(client, Counter())
+            spent[RecordRelease(round_up_rate(rate), noise)] += int(count)
+
+    def check_target(self) -> None:
+        """Raises SettingError if the records of a client have cost more than the target ε."""
+        if self.settings.epsilon is not None and self.epsilon > self.settings.epsilon:
+            raise SettingError("dp: this method releases more than epsilon was planned for: pass noise instead")
+
     def move_clip(self, unclipped: float) -> None:
         """C ← C · exp(−η_C (b̃ − γ)), for the noisy fraction b̃ of clients whose change was not clipped."""
         assert self.settings.quantile is not None
@@ -141,13 +224,18 @@ class PrivacyLedger:
 
     def to_dict(self) -> dict[str, Any]:
         """All that a checkpoint needs."""
-        return {"noise": self.noise, "clip": self.clip, "releases": [[*key, n] for key, n in self.releases.items()]}
+        content = {"noise": self.noise, "clip": self.clip, "releases": [[*key, n] for key, n in self.releases.items()]}
+        rows = [[client, *key, n] for client, spent in self.records.items() for key, n in spent.items()]
+        return {**content, "records": rows} if rows else content
 
     def restore(self, content: Mapping[str, Any]) -> None:
         """Restores the ledger from `to_dict`."""
         self.noise, self.clip = content["noise"], content["clip"]
         rows = content["releases"]
         self.releases = Counter({Release(asked, clients, noise): count for asked, clients, noise, count in rows})
+        self.records = {}
+        for client, *release in content.get("records", ()):
+            self.record_client(client, [release])
 
 
 @lru_cache
@@ -171,15 +259,63 @@ def choose_noise(epsilon: float, delta: float, rounds: int, cohort: int, clients
     def spent(noise: float) -> float:
         return compute_epsilon(((Release(cohort, clients, noise), rounds),), delta)
 
+    return search_noise(spent, epsilon, f"{rounds} rounds")
+
+
+def search_noise(spent: Callable[[float], float], epsilon: float, releases: str) -> float:
+    """The smallest noise multiplier, to 0.1 %, with which at most ε is spent."""
     low, high = 0.01, 1.0
     while spent(high) > epsilon:
         low, high = high, 2 * high
         if high > MAX_NOISE:
-            raise SettingError(f"dp: no noise below {MAX_NOISE:g} reaches epsilon = {epsilon:g} in {rounds} rounds")
+            raise SettingError(f"dp: no noise below {MAX_NOISE:g} reaches epsilon = {epsilon:g} in {releases}")
     while high > 1.001 * low:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if spent(middle) <= epsilon else (middle, high)
     return high
+
+
+# --- records ----------------------------------------------------------------------------------------------------
+
+
+def count_uses(rounds: int, cohort: int, clients: int) -> int:
+    """How often a client is asked at most, with few exceptions: three standard deviations above the mean."""
+    mean = rounds * cohort / clients
+    return rounds if cohort >= clients else min(rounds, math.ceil(mean + 3 * math.sqrt(mean)))
+
+
+def round_up_rate(rate: float) -> float:
+    """The next power of `RATE_STEP`, at most 1."""
+    return min(1.0, RATE_STEP ** math.ceil(math.log(rate) / math.log(RATE_STEP) - 1e-9))
+
+
+def compute_record_epsilon(releases: tuple[tuple[RecordRelease, int], ...], delta: float) -> float:
+    """ε of these releases of one client at δ, for blanking out one record."""
+    from dp_accounting import rdp
+
+    spent = sum((count * compute_curve(*release) for release, count in releases), np.zeros(len(ORDERS)))
+    return float(rdp.compute_epsilon(ORDERS, spent, delta)[0]) if releases else 0.0
+
+
+@lru_cache(maxsize=4096)
+def compute_curve(rate: float, noise: float) -> np.ndarray:
+    """The Rényi divergence of one Gaussian sum over a Poisson sample of records, by order."""
+    dp = _import_accounting()
+    from dp_accounting import rdp
+
+    accountant = rdp.RdpAccountant(ORDERS)
+    accountant.compose(dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(noise)))
+    return np.asarray(accountant.rdp)
+
+
+@lru_cache
+def choose_record_noise(epsilon: float, delta: float, rate: float, count: int) -> float:
+    """The smallest noise multiplier, to 0.1 %, with which this many releases of a client cost at most ε."""
+
+    def spent(noise: float) -> float:
+        return compute_record_epsilon(((RecordRelease(rate, noise), count),), delta)
+
+    return search_noise(spent, epsilon, f"{count} releases")
 
 
 def _import_accounting() -> Any:

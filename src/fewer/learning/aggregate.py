@@ -103,29 +103,53 @@ def private_mean(
     """start + (Σ clip(updateᵢ − start) + noise) / asked, and the next clipping norm, if it is adaptive.
 
     Clients that did not answer count as zero changes, so that one client changes the sum by at most 2 C. Tensors that
-    are no floats keep their value in `start`. `example` has the names and shapes.
+    are no floats keep their value in `start`. `example` has the names and shapes. If noise is distributed, the updates
+    come from `add_share`, and the server adds only the shares of absent clients.
     """
     names = [name for name, tensor in example.items() if tensor.dtype.is_floating_point]
     length = sum(example[name].numel() for name in names)
     total, unclipped = torch.zeros(length, dtype=torch.float64), 0
+    deviation = privacy.noise_of_sum(asked)
+    if distributed := privacy.settings.distributed:
+        deviation *= math.sqrt((asked - len(updates)) / asked)
     for update in updates:
         change = flat_change(update, start, names).cpu()
+        if distributed:
+            total += change
+            continue
         norm = float(change.norm())
         unclipped += norm <= privacy.clip
         total += change * min(1.0, privacy.clip / max(norm, 1e-30))
     noise = torch.randn(length, generator=generator, dtype=torch.float64)
-    mean = (total + privacy.noise_of_sum(asked) * noise) / asked
+    mean = (total + deviation * noise) / asked
     if privacy.settings.quantile is not None:
         count_noise = privacy.noise_of_count(asked) * float(torch.randn((), generator=generator, dtype=torch.float64))
         privacy.move_clip((unclipped + count_noise) / asked)
+    return apply_change(mean, start, example, names)
+
+
+def add_share(update: Tree, start: Tree | None, clip: float, noise: float, generator: torch.Generator) -> Weights:
+    """start + clip(update − start) + noise · C · ξ with standard normal ξ: what a client sends if noise is distributed.
+
+    Tensors that are no floats keep their value in `start`, or become 0.
+    """
+    names = [name for name, tensor in update.items() if tensor.dtype.is_floating_point]
+    change = flat_change(update, start, names).cpu()
+    change *= min(1.0, clip / max(float(change.norm()), 1e-30))
+    change += noise * clip * torch.randn(len(change), generator=generator, dtype=torch.float64)
+    return apply_change(change, start, update, names)
+
+
+def apply_change(change: Tensor, start: Tree | None, example: Tree, names: Sequence[str]) -> Weights:
+    """start + change for the named tensors, from one vector; the others keep their value in `start`."""
     result, position = {}, 0
     for name, tensor in example.items():
         center = torch.zeros_like(tensor) if start is None else start[name]
         if name not in names:
             result[name] = center.clone()
             continue
-        change = mean[position : position + tensor.numel()].view(tensor.shape).to(tensor.device)
-        result[name] = (center.double() + change).to(tensor.dtype)
+        part = change[position : position + tensor.numel()].view(tensor.shape).to(tensor.device)
+        result[name] = (center.double() + part).to(tensor.dtype)
         position += tensor.numel()
     return result
 

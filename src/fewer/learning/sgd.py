@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.data import Samples
+from fewer.learning.protect import ProtectedBatches
 from fewer.models import Task
 
 GradientHook = Callable[[list[Tensor], tuple[Tensor, ...]], None]
@@ -115,7 +116,7 @@ def task_loss(task: Task) -> Loss:
 
 def sgd(
     net: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[tuple[Tensor, Tensor]] | ProtectedBatches,
     lr: float,
     modify_gradients: GradientHook | None = None,
     loss: Loss = cross_entropy,
@@ -125,16 +126,22 @@ def sgd(
     """Trains the net in place, with one step per batch: w ← w − lr · ∇loss, or that of another optimizer.
 
     `modify_gradients(parameters, gradients)` may change the gradients before each step. A schedule needs the number of
-    `steps`; by default, it draws all batches first to count them.
+    `steps`; by default, it draws all batches first to count them. Protected batches give noisy gradients.
     """
     net.train()
     parameters: list[Tensor] = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    if optimizer.lr_schedule != "constant" and steps is None:
-        batches = list(batches)
-        steps = len(batches)
+    if isinstance(batches, ProtectedBatches):
+        steps, all_gradients = batches.steps, batches.noisy_gradients(net, loss)
+    else:
+        if optimizer.lr_schedule != "constant" and steps is None:
+            batches = list(batches)
+            steps = len(batches)
+        all_gradients = (
+            torch.autograd.grad(loss(net, x, y), parameters, allow_unused=True, materialize_grads=True)
+            for x, y in batches
+        )
     step = optimizer.make_step(parameters, lr, steps or 0)
-    for x, y in batches:
-        gradients = torch.autograd.grad(loss(net, x, y), parameters, allow_unused=True, materialize_grads=True)
+    for gradients in all_gradients:
         with torch.no_grad():
             if modify_gradients is not None:
                 modify_gradients(parameters, gradients)

@@ -5,20 +5,27 @@ A handler is a function of a method that runs on a client (`@on_client`) or on a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fewer.data import ClientData, Data, Samples
+from fewer.learning.aggregate import add_share
+from fewer.learning.protect import ProtectedSamples, RecordGuard
 from fewer.models import Task, Weights, load_weights
+from fewer.privacy import Protection
 from fewer.runtime import Clients, Store, Unable, open_members, seed_of, stream
 from fewer.runtime.keys import KeyFiles, Keys
 from fewer.runtime.store import client_folder
 from fewer.runtime.streams import server_key
+
+ANSWERS_SO_FAR = "privacy_answers"
+"""Store key of the number of a client's protected answers."""
 
 
 class _ReusableNet:
@@ -96,12 +103,18 @@ class Client(Context):
     _data: Data = field(kw_only=True, repr=False)
     mislabeled: bool = field(default=False, kw_only=True)
     """True if the client lies by training on wrong labels."""
+    protection: Protection | None = field(default=None, kw_only=True)
+    """How the client protects what it sends, under differential privacy."""
+    _guard: RecordGuard | None = field(default=None, kw_only=True, repr=False)
 
     @cached_property
     def data(self) -> ClientData:
-        """All of the client's samples, loaded on first use."""
+        """All of the client's samples, loaded on first use. If records are protected, only noisy sums are visible."""
         data = self._data.client(self.id)
-        return data._replace(train=data.train.flip_labels(self._data.classes)) if self.mislabeled else data
+        data = data._replace(train=data.train.flip_labels(self._data.classes)) if self.mislabeled else data
+        if self._guard and self.protects_records:
+            return ClientData(*(cast(Samples, ProtectedSamples(samples, self._guard)) for samples in data))
+        return data
 
     @property
     def train(self) -> Samples:
@@ -136,10 +149,46 @@ class Client(Context):
         They have their own rounds, seed and byte counts. Their private state is stored in this client's folder with
         the round of the outer run, so that resuming the outer run restores it.
         """
+        if self._guard and self.protects_records:
+            self._guard.refuse("its clients are federations")
         seed = seed_of(self.seed, self.id, "members")
         data = self._data.members_of(self.id)
         contexts = ContextFactory(data, task, seed, self.store.folder / "members", store_round=self.round)
         return open_members(program, contexts, len(data), seed, task.device)
+
+    # Differential privacy.
+
+    def protect(self, handler: str, asked: int) -> None:
+        """Protects the answer of this handler, which `asked` clients give. Raises Unable if the budget is spent."""
+        assert self.protection is not None
+        if self.protection.noise is None and (self.store.get(ANSWERS_SO_FAR) or 0) >= self.protection.uses:
+            raise Unable("its privacy budget is spent")
+        self._guard = RecordGuard(self.protection, self.stream, handler, asked)
+
+    @property
+    def protects_records(self) -> bool:
+        """True if the client's answer must protect each record."""
+        return self._guard is not None and self._guard.settings.level == "record"
+
+    @property
+    def releases(self) -> Sequence[tuple[float, float, int]]:
+        """What the answer releases about records: sampling rate, noise multiplier, and number of releases."""
+        return tuple(self._guard.releases) if self._guard else ()
+
+    def protect_answer(self, answer: Mapping[str, Any], sent: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to send. At user level, each model or tensor in it is clipped and gets a share of the noise."""
+        assert self._guard and self.protection
+        if self.protects_records:
+            if self.releases and self.protection.noise is None:
+                self.store.put(ANSWERS_SO_FAR, (self.store.get(ANSWERS_SO_FAR) or 0) + 1)
+            return dict(answer)
+        noisy = dict(answer)
+        for name, value in answer.items():
+            if isinstance(value, dict) and value:
+                generator = self.stream(f"privacy {self._guard.handler} {name}")
+                noise = (self.protection.noise or 0.0) / self._guard.asked**0.5
+                noisy[name] = add_share(value, sent.get(name), self._guard.settings.clip, noise, generator)
+        return noisy
 
     def initial_weights(self) -> Weights:
         """The initial weights. Clients compute them from the seed, so that no message needs to carry them."""
@@ -161,11 +210,19 @@ class ContextFactory:
     """Keys that encrypt messages from client to client. Default: the key files in `folder`."""
     mislabeled: frozenset[int] = frozenset()
     """Clients that train on wrong labels."""
+    protection: Protection | None = None
+    """How clients protect what they send, under differential privacy."""
 
     def __call__(self, client: int, round: int) -> Client:
         """The client with this number."""
         shared = client, round, self.seed, self.task, self.data.test, self.nets
-        return Client(*shared, store=self.store(client, round), _data=self.data, mislabeled=client in self.mislabeled)
+        return Client(
+            *shared,
+            store=self.store(client, round),
+            _data=self.data,
+            mislabeled=client in self.mislabeled,
+            protection=self.protection,
+        )
 
     def server(self, item: int, round: int) -> Server:
         """The server, at one item of its work."""

@@ -10,8 +10,8 @@ There is no global model: each client has its own, and they agree more and more.
 
 Departures:
 
-- A fixed number of local steps on batches drawn with replacement, as in FedAvg. `local_steps=1` is D-PSGD, and
-  `momentum=0.9` makes it DFedAvgM.
+- A fixed number of local steps on batches drawn with replacement, as in FedAvg. `momentum=0.9` makes
+  it DFedAvgM. D-PSGD itself takes one step, with the gradient at a client's own model before averaging.
 - A server passes the models on, so it sees them and keeps the last ones. All clients take part in every round.
 - If the answer of a neighbor is lost, its last model that arrived is used.
 """

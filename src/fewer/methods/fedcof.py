@@ -15,12 +15,13 @@ Departures:
 - With `subsets` > 1, a client sends the means of this many random subsets of each class. Each counts as a client.
 - γ is relative: it is `shrinkage` times the mean variance of a feature in G. The paper's γ depends on the encoder.
 - The server keeps all class means that clients sent, because K_c and μ_c are not known before.
+- With `--dp record:…`, class means follow from noisy sums and counts. Their noise adds to Σ_c, and `subsets` is 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -39,6 +40,7 @@ from fewer.wire import Schema
 class FedCOF(HeadOnly):
     """One round without training: a linear head from class means and their covariance. Clients send class means."""
 
+    class_sums: ClassVar[Literal["", "joint", "by client"]] = "by client"
     tunable: ClassVar[SearchSpace] = {"shrinkage": (0.01, 0.1, 1.0)}
 
     shrinkage: PositiveFloat = 0.1

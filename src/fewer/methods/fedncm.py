@@ -10,13 +10,14 @@ Departures:
 
 - Clients send means and counts; the paper sends sums and counts. The result is the same.
 - `distance = euclidean` predicts by the nearest mean: w_c = 2 l_c with bias −‖l_c‖².
-- The mean of a single sample is that sample's features: a client reveals them if it has one sample of a class.
+- The mean of a single sample is that sample's features: a client reveals them if it has one sample of a class. With
+  `--dp record:…`, clients send noisy class sums and counts instead (private_prototypes.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from fewer.wire import Schema
 @METHODS.register("fedncm")
 class FedNCM(HeadOnly):
     """One round without training: the head is the mean features of each class. Clients send class means."""
+
+    class_sums: ClassVar[Literal["", "joint", "by client"]] = "joint"
 
     distance: Literal["cosine", "euclidean"] = "cosine"
     """How a sample is compared with the class means."""

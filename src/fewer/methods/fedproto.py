@@ -15,6 +15,7 @@ Departures:
 - ‖·‖² is the mean over features (as in the authors' code), so that λ does not depend on their number.
 - C̄(j) is weighted by samples, as in Eq 6. If a class has had no holder in this round, its last prototype stays.
 - A class that never had a prototype cannot be predicted. Before the first prototypes, the head predicts.
+- With `--dp record:…`, clients train by noisy gradients, too: prototypes depend on a record also through the model.
 """
 
 from __future__ import annotations
@@ -32,11 +33,18 @@ from fewer.learning.prototypes import Prototypes, class_positions, class_prototy
 from fewer.methods import Client, Needs, PersonalMethod, SearchSpace, State
 from fewer.methods.fedavg import LocalTraining
 from fewer.methods.few_rounds import valid_answers
+from fewer.methods.private_prototypes import (
+    add_class_sums,
+    class_sums_schema,
+    private_prototypes,
+    send_class_sums,
+    to_prototypes,
+)
 from fewer.models import Task, Weights, get_weights
 from fewer.models.split import feature_width, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
-from fewer.wire import Shaped
+from fewer.wire import Schema, Shaped
 
 
 @dataclass(frozen=True)
@@ -72,17 +80,25 @@ class FedProto(PersonalMethod[FedProtoState], LocalTraining[FedProtoState]):
 
     def round(self, state: FedProtoState, clients: Clients) -> FedProtoState:
         """Sends C̄ to the cohort, and averages the prototypes that come back."""
-        number = range(1, state.num_classes + 1)
+        number, width = range(1, state.num_classes + 1), state.means.shape[1]
         per_class = Shaped((number,), torch.int64)
+        returns: Schema = {"classes": per_class, "means": Shaped((number, width)), "counts": per_class}
+        if clients.protects_records:
+            returns = class_sums_schema(state.num_classes, width)
         answers = clients.ask(
             self.sample_cohort(clients),
             self.train_near_prototypes,
             classes=state.classes,
             means=state.means,
-            returns={"classes": per_class, "means": Shaped((number, state.means.shape[1])), "counts": per_class},
+            returns=returns,
         )
-        valid = valid_answers(answers, clients, state.num_classes, "train_near_prototypes")
-        merged = merge_prototypes([Prototypes(a["classes"], a["means"], a["counts"]) for a in valid])
+        if clients.protects_records:
+            merged = to_prototypes(add_class_sums(answers))
+        elif answers.private:
+            merged = private_prototypes(answers, state.num_classes, width)
+        else:
+            valid = valid_answers(answers, clients, state.num_classes, "train_near_prototypes")
+            merged = merge_prototypes([Prototypes(a["classes"], a["means"], a["counts"]) for a in valid])
         kept = ~torch.isin(state.classes, merged.classes)
         old = Prototypes(state.classes[kept], state.means[kept], state.counts[kept])
         return replace(state, **merge_prototypes([merged, old])._asdict())
@@ -96,13 +112,16 @@ class FedProto(PersonalMethod[FedProtoState], LocalTraining[FedProtoState]):
             encoder, head = split_net(net)
             z = encoder(x)
             positions, known = class_positions(classes, y)
-            distance = (z[known] - means[positions[known]]).square().mean(1).sum() / len(y)
+            targets = means[positions] if len(classes) else z.detach()
+            distance = ((z - targets).square().mean(1) * known).sum() / len(y)
             total: Tensor = F.cross_entropy(head(z), y) + self.lam * distance
             return total
 
         self.train_net(net, client, loss=loss)
         client.store.put("model", get_weights(net))
         net.eval()
+        if client.protects_records:
+            return send_class_sums(client, split_net(net)[0])
         with torch.no_grad():
             features = torch.cat([split_net(net)[0](x) for x, _ in client.train.chunks(EVAL_BATCH_SIZE)])
         return class_prototypes(features, client.train.labels)._asdict()

@@ -27,7 +27,8 @@ from fewer.learning.group_model import GroupModel, compute_features, compute_pro
 from fewer.learning.prototypes import Prototypes, class_positions, class_prototypes, distance_loss, merge_prototypes
 from fewer.learning.sgd import LocalOptimizer, epoch_batches
 from fewer.methods import MAX_SAMPLES, Client, Context, Group, Method, Needs, SearchSpace, State, StateT
-from fewer.methods.fedavg import train_models
+from fewer.methods.fedavg import average_by_size, train_models
+from fewer.methods.private_prototypes import private_prototypes
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.models.split import feature_width
 from fewer.runtime import Absent, Aggregation, Answer, Clients, on_client
@@ -138,6 +139,12 @@ class FewRounds(Method[StateT]):
         if self.keep_best is not None:
             extra["score"] = Number(float, 0, 1)
         answers = train_models(clients, cohort, self.local_train, group.model, extra, **fields)
+        if answers.private and self.keep_best is None:
+            group = replace(group, model=average_by_size(answers), rounds_done=group.rounds_done + 1)
+            if not fields["upload"]:
+                return group
+            classes, means, _ = private_prototypes(answers, group.num_classes, group.means.shape[1])
+            return replace(group, classes=classes, means=means)
         valid = valid_answers(answers, clients, group.num_classes, "local_train")
         return self.aggregate(group, [answer.fields for answer in valid], answers.aggregation)
 

@@ -217,7 +217,8 @@ class FRL(PreparingMethod[FRLState]):
             **({"initial": self.sent_weights(phi)} if self.meta_steps > 1 else {}),
             **self.prototype_payload(state),
         )
-        gradient = average_field(answers, "gradient", [answer["size"] for answer in answers])
+        sizes = None if answers.private else [answer["size"] for answer in answers]
+        gradient = average_field(answers, "gradient", sizes)
         if self.weight_decay and self.meta_steps == 1:
             gradient = {name: tensor + self.weight_decay * phi[name] for name, tensor in gradient.items()}
         if self.optimizer == "sgd":

@@ -17,10 +17,11 @@ import torch
 from fewer.choices import Aggregate, LieKind
 from fewer.errors import QuorumLost, RunError, RunInterrupted, SettingError
 from fewer.ledger import EVALUATION
-from fewer.privacy import PrivacyLedger
+from fewer.privacy import NotCovered, PrivacyLedger
 from fewer.runtime.handlers import Call, Reply, Unsent, encode_message, stream_name
 from fewer.runtime.lies import COLLUDING, Lies
 from fewer.runtime.ring import Journal, RelayRun
+from fewer.runtime.secure_sum import WITHHELD, SecureSum
 from fewer.runtime.streams import SERVER, global_streams, seed_of, stream
 from fewer.wire import Field, Ledger, Refused, Schema, decode, encode
 
@@ -78,15 +79,15 @@ class Aggregation:
 
 
 class HiddenFields(Mapping[str, Any]):
-    """The fields of an answer under differential privacy. The server may use only noisy sums of them."""
+    """The fields of an answer that the server may use only in sums: under differential privacy, or in secure sums."""
 
-    def __init__(self, fields: Mapping[str, Any], handler: str) -> None:
-        self._fields, self._handler = fields, handler
+    def __init__(self, fields: Mapping[str, Any], handler: str, setting: str = "dp") -> None:
+        self._fields, self._handler, self._setting = fields, handler, setting
 
     def __getitem__(self, name: str) -> Any:
-        raise SettingError(
-            f"dp does not cover this method: its server reads '{name}' of single clients ('{self._handler}'), and only "
-            "averages of what clients change are protected"
+        raise NotCovered(
+            f"{self._setting} does not cover this method: its server reads '{name}' of single clients "
+            f"('{self._handler}'), and only averages of what clients change are protected"
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -100,6 +101,11 @@ class HiddenFields(Mapping[str, Any]):
         return self._fields[name]
 
 
+def reveal(answer: Answer, name: str) -> Any:
+    """A field of an answer, also if it is hidden. For functions that protect it."""
+    return answer.fields.reveal(name) if isinstance(answer.fields, HiddenFields) else answer.fields[name]
+
+
 class Answers(list[Answer]):
     """The answers, in the order in which the clients were asked. `absent` lists the missing ones."""
 
@@ -110,6 +116,7 @@ class Answers(list[Answer]):
         sent: Mapping[str, Any] | None = None,
         aggregation: Aggregation = Aggregation(),  # noqa: B008
         private: PrivateSum | None = None,
+        secure: SecureSum | None = None,
     ) -> None:
         super().__init__(answers)
         self.absent = absent
@@ -118,6 +125,8 @@ class Answers(list[Answer]):
         self.aggregation = aggregation
         self.private = private
         """How to protect sums of these answers, under differential privacy."""
+        self.secure = secure
+        """How to sum up these answers, if clients keep them."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,8 @@ class Clients(ABC):
     """The ledger of differential privacy, if the run has it."""
     lies: Lies | None = None
     """Injected lies, if some clients tell them."""
+    secure_sum: bool = False
+    """Clients keep their answers, and the server learns sums of them only."""
     ledger: Ledger = field(default_factory=Ledger)
     on_absent: Callable[[Absent, str], None] = lambda absent, handler: None
     """Called for each absent client, with the handler's name."""
@@ -188,6 +199,8 @@ class Clients(ABC):
     """A round, the cohort drawn in it, and the number of clients that it was drawn from."""
     _relay_calls: tuple[int, int] = field(default=(0, 0), repr=False)
     """A round, and the number of relay calls in it so far."""
+    _sums: tuple[int, int] = field(default=(0, 0), repr=False)
+    """A round, and the number of secure sums in it so far."""
 
     # --- rounds ---------------------------------------------------------------------------------------------
 
@@ -222,6 +235,18 @@ class Clients(ABC):
                 yield
         finally:
             self.joining, (self.round, self.journal) = (), before
+
+    # --- differential privacy ---------------------------------------------------------------------------------
+
+    @property
+    def protected(self) -> bool:
+        """True if clients protect what they send now. Evaluations are not protected."""
+        return self.privacy is not None and self.privacy.protection is not None and not self.evaluating
+
+    @property
+    def protects_records(self) -> bool:
+        """True if clients protect each record now."""
+        return self.protected and self.privacy is not None and self.privacy.settings.level == "record"
 
     # --- sampling -------------------------------------------------------------------------------------------
 
@@ -275,14 +300,18 @@ class Clients(ABC):
         asked = [client for client in who if faults[client] != "drop"]
         answers: dict[int, Answer] = {}
         absent = {client: Absent(client, "dropped") for client in who if faults[client] == "drop"}
-        calls = [(Call(client, handler.__name__, self.round), messages[client]) for client in asked]
+        protect = len(who) if self.protected else 0
+        calls = [(Call(client, handler.__name__, self.round, protect=protect), messages[client]) for client in asked]
         sizes: dict[int, int] = {}
         unsent = set()
+        spent: dict[int, tuple[tuple[float, float, int], ...]] = {}
         for done, (call, reply) in enumerate(self._gather_replies(calls), 1):
             if reply and not reply.sent:
                 unsent.add(call.client)
             if reply and not self.evaluating:
                 self.flops += reply.flops
+            if reply and self.privacy:
+                spent[call.client] = reply.releases
             outcome, sizes[call.client] = self._read_reply(call, reply, faults[call.client], returns)
             if isinstance(outcome, Answer):
                 answers[call.client] = outcome
@@ -298,11 +327,17 @@ class Clients(ABC):
         for client in who:
             if sizes.get(client):
                 self.ledger.add(self.round, client, "up", kind, sizes[client])
+        if self.privacy and self.protected:
+            for client in asked:
+                self.privacy.record_client(client, spent.get(client, ()))
+            self.privacy.check_target()
         missing = [absent[client] for client in who if client in absent]
         self._check_quorum(missing, handler.__name__, len(answers), len(who))
-        answered = (answers[client] for client in who if client in answers)
-        if self.privacy is None or self.evaluating:
-            return Answers(answered, missing, fields, self.aggregation)
+        answered = [answers[client] for client in who if client in answers]
+        if self.privacy is None or self.evaluating or (self.protects_records and not self.privacy.settings.distributed):
+            kept = [answer.client for answer in answered if isinstance(answer.fields, HiddenFields)]
+            secure = SecureSum(self, kept, len(who), returns) if kept else None
+            return Answers(answered, missing, fields, self.aggregation, secure=secure)
         hidden = (Answer(answer.client, HiddenFields(answer.fields, handler.__name__)) for answer in answered)
         drawn_from = self._drawn[2] if self._drawn[:2] == (self.round, frozenset(who)) else len(who)
         private = PrivateSum(self.privacy, len(who), drawn_from, self.round, self.stream)
@@ -338,9 +373,13 @@ class Clients(ABC):
         client that does not take the message. Raises QuorumLost if too few clients take it.
         """
         if self.privacy:
-            raise SettingError(
+            raise NotCovered(
                 f"dp does not cover this method: clients pass models on to each other ('{handler.__name__}'), and no "
                 "server adds noise"
+            )
+        if self.secure_sum:
+            raise SettingError(
+                f"secure_sum does not cover this method: clients pass models on to each other ('{handler.__name__}')"
             )
         if self.lies and self.lies.kind in COLLUDING:
             allowed = ", ".join(kind for kind in get_args(LieKind) if kind not in COLLUDING)
@@ -360,6 +399,11 @@ class Clients(ABC):
                 self.journal.clear()  # the next attempt must ask every client again
             raise
         return relay.holders
+
+    def count_sum(self) -> int:
+        """Returns the number of the next secure sum of this round."""
+        self._sums = self.round, (self._sums[1] if self._sums[0] == self.round else 0) + 1
+        return self._sums[1]
 
     def kind(self, handler: str) -> str:
         """The kind of a message in the ledger: the handler, and whether it evaluates."""
@@ -425,11 +469,14 @@ class Clients(ABC):
     def _gather_replies(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
         """Delivers each call and yields its reply. Raises OSError if a simulated client found the disk full.
 
-        Such a client must not count as absent: the run would continue with other numbers than on a larger disk.
+        Such a client must not count as absent: the run would continue with other numbers than on a larger disk. Raises
+        NotCovered if differential privacy does not cover what a client does.
         """
         for call, reply in self._deliver_calls(calls):
             if reply and reply.disk_full:
                 raise OSError(errno.ENOSPC, reply.detail)
+            if reply and reply.not_covered:
+                raise NotCovered(reply.detail)
             yield call, reply
 
     def transport_bytes(self) -> dict[str, int]:
@@ -496,6 +543,8 @@ class Clients(ABC):
         if fault == "slow" or (deadline is not None and reply.seconds > deadline):
             return Absent(client, "late", f"after {reply.seconds:.1f} s" if fault is None else ""), len(blob)
         try:
+            if self.secure_sum and decode(blob)[0] == WITHHELD:
+                return Answer(client, HiddenFields({}, call.handler, "secure_sum")), len(blob)
             return Answer(client, decode(blob, returns)[1] | reply.unsent_fields()), len(blob)
         except Refused as refused:
             return Absent(client, "refused", refused.reason), len(blob)

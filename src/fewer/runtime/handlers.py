@@ -10,13 +10,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import PurePath
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 
+from fewer.privacy import NotCovered
 from fewer.runtime.flops import FlopCounter
 from fewer.runtime.keys import Keys
 from fewer.runtime.lies import Lies
+from fewer.runtime.secure_sum import STEPS, WITHHELD, SumMember, has_tensors, withhold
 from fewer.runtime.store import Store, is_disk_full
 from fewer.runtime.streams import seed_globals, server_key, stream
 from fewer.wire import Refused, decode, encode, pack, unpack
@@ -47,6 +49,9 @@ class HandlerDecorator:
 
     Messages encode floating-point tensors with the method's `codec`. Fields in `exact`, of the question or the answer,
     are sent as they are.
+
+    With `measures`, the answer holds nothing but metrics. In runs with secure sums, all other answers with tensors stay
+    with the client.
     """
 
     def __init__(self, side: Side) -> None:
@@ -56,15 +61,18 @@ class HandlerDecorator:
     def __call__(self, handler: Handler[S, C, P, R]) -> Handler[S, C, P, R]: ...
     @overload
     def __call__(
-        self, *, stream: str | None = None, exact: tuple[str, ...] = ()
+        self, *, stream: str | None = None, exact: tuple[str, ...] = (), measures: bool = False
     ) -> Callable[[Handler[S, C, P, R]], Handler[S, C, P, R]]: ...
-    def __call__(self, handler: Any = None, *, stream: str | None = None, exact: tuple[str, ...] = ()) -> Any:
+    def __call__(
+        self, handler: Any = None, *, stream: str | None = None, exact: tuple[str, ...] = (), measures: bool = False
+    ) -> Any:
         """Marks the handler: `@on_client` or `@on_client(stream="train", exact=("model",))`."""
 
         def decorate(handler: Any) -> Any:
             handler.__side__ = self.side
             handler.__stream__ = stream or handler.__name__
             handler.__exact__ = exact
+            handler.__measures__ = measures
             return handler
 
         return decorate if handler is None else decorate(handler)
@@ -132,6 +140,8 @@ class Call:
     """The item of `clients.map_on_server`."""
     hop: Hop | None = None
     """Set if the call is part of `clients.relay`."""
+    protect: int = 0
+    """The number of clients asked, if the client must protect its answer by differential privacy; otherwise 0."""
 
     @property
     def stream_key(self) -> int:
@@ -169,6 +179,10 @@ class Reply:
     """Floating-point operations of the handler, if they are counted."""
     disk_full: bool = False
     """True if the client failed because its disk is full. A simulation then stops: all clients share one disk."""
+    not_covered: bool = False
+    """True if differential privacy does not cover what the handler does. The run then stops."""
+    releases: tuple[tuple[float, float, int], ...] = ()
+    """What the answer released about records: sampling rate, noise multiplier, and number of releases."""
     unsent: bytes = b""
     """The `Unsent` fields of the answer. They stay on this machine: runtimes between machines leave them out."""
 
@@ -217,6 +231,8 @@ class HandlerRunner:
     lies: Lies | None = None
     """Injected lies: what the `liars` pass on in a ring is false."""
     liars: frozenset[int] = frozenset()
+    secure_sum: bool = False
+    """Clients store their answers. The server learns sums of them only."""
     _last: dict[str, Any] = field(default_factory=dict, repr=False)
     """The last message and its decoded fields."""
 
@@ -231,13 +247,18 @@ class HandlerRunner:
 
     def _run_handler(self, call: Call, blob: bytes) -> Reply:
         start, counter = time.perf_counter(), FlopCounter()
+        details: dict[str, Any] = {}
 
-        def make_reply(blob: bytes = b"", **details: Any) -> Reply:
-            return Reply(blob, **details, seconds=time.perf_counter() - start, flops=counter.flops)
+        def make_reply(blob: bytes = b"", **more: Any) -> Reply:
+            return Reply(blob, **details, **more, seconds=time.perf_counter() - start, flops=counter.flops)
 
         try:
             if call.handler == FETCH_OUTGOING and call.hop:
                 return make_reply(self._read_outgoing(call))
+            if self.secure_sum and call.handler in STEPS and not call.on_server:
+                store, keys = self.contexts.store(call.client, call.round), self.contexts.keys
+                member = SumMember(call.client, store, keys, self.run_id)
+                return make_reply(encode(call.handler, member.answer(call.handler, decode(blob)[1])))
             handler = self._find_handler(call)
             has_sender = call.hop is not None and call.hop.peer is not None
             fields = self._decode_fields(self._open_message(call, blob) if has_sender else blob)
@@ -248,8 +269,14 @@ class HandlerRunner:
             _check_signature(handler, fields)
             seed_globals(self.seed, call.round, call.stream_key, stream_name(handler))
             make_context = self.contexts.server if call.on_server else self.contexts
+            context = make_context(call.client, call.round)
+            if call.protect:
+                context.protect(call.handler, call.protect)
             with counter if self.count_flops else nullcontext():
-                answer = handler(make_context(call.client, call.round), **fields)
+                answer = handler(context, **fields)
+            if call.protect:
+                answer = context.protect_answer(answer, fields)
+                details["releases"] = context.releases
             unsent = {name: value.tensors for name, value in answer.items() if isinstance(value, Unsent)}
             answer = {name: value for name, value in answer.items() if name not in unsent}
             if call.hop and call.client in self.liars and self.lies:
@@ -258,12 +285,17 @@ class HandlerRunner:
             if call.hop:
                 self._store_outgoing(call, handler, answer)
                 return make_reply()
+            if self.secure_sum and not call.on_server and not handler.__measures__ and has_tensors(answer):
+                withhold(self.contexts.store(call.client, call.round), answer)
+                return make_reply(encode(WITHHELD, {}))
             message = encode(call.handler, answer) if call.on_server else encode_message(handler, call.handler, answer)
             return make_reply(message, unsent=pack(unsent) if any(unsent.values()) else b"")
         except Refused as refused:
             return make_reply(failure="refused", detail=refused.reason)
         except Unable as unable:
             return make_reply(failure="unable", detail=str(unable))
+        except NotCovered as problem:
+            return make_reply(failure="unable", detail=str(problem), not_covered=True)
         except (Exception, SystemExit) as error:  # a client that crashes is a missing answer, not the end of the run
             if is_disk_full(error) and not self.debug:
                 raise
@@ -277,12 +309,12 @@ class HandlerRunner:
             location = f"{PurePath(last.filename).name}:{last.lineno}"
             return make_reply(failure="failed", detail=f"{type(error).__name__} at {location}")
 
-    def _find_handler(self, call: Call) -> Callable[..., Mapping[str, Any]]:
+    def _find_handler(self, call: Call) -> Any:
         handler = getattr(self.program, call.handler, None)
         side: Side = "server" if call.on_server else "ring" if call.hop else "client"
         if getattr(handler, "__side__", None) != side:
             raise Refused(f"'{call.handler}' is not an @on_{side} handler")
-        return cast(Callable[..., Mapping[str, Any]], handler)
+        return handler
 
     # Messages from client to client.
 

@@ -60,6 +60,7 @@ class Worker:
         self.call = None
         try:
             reply = json.loads(self.pipe.recv_bytes())
+            reply["releases"] = tuple(map(tuple, reply["releases"]))
             return Reply(self.pipe.recv_bytes(), **reply, unsent=self.pipe.recv_bytes())
         except (EOFError, OSError):
             return None

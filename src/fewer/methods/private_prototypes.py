@@ -1,0 +1,92 @@
+"""Prototypes under differential privacy: from noisy class sums of records, or from noisy sums over clients.
+
+- Record level: each client sends `release_class_sums` of its features (`fewer.learning.protect`): one Gaussian release.
+- User level: a client's contribution is its prototype and a 1 for each class that it holds, zeros for other classes.
+  The server clips it to length C, sums over clients and adds noise. The quotient of both sums is the mean prototype.
+
+A class whose noisy count is not above two standard deviations of its noise has no prototype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fewer.learning.aggregate import private_mean
+from fewer.learning.protect import ClassSums, ProtectedSamples, add_noise, clipped_class_sums
+from fewer.learning.prototypes import Prototypes
+from fewer.methods.context import Client
+from fewer.privacy import NotCovered
+from fewer.runtime import Answers
+from fewer.runtime.clients import reveal
+from fewer.wire import Number, Schema, Shaped
+
+DEVIATIONS = 2.0
+"""A noisy count must be above this many standard deviations of its noise."""
+
+
+def class_sums_schema(classes: int, width: int) -> Schema:
+    """The form of a client's noisy class sums."""
+    return {"sums": Shaped((classes, width)), "counts": Shaped((classes,)), "deviation": Number(float, 0)}
+
+
+def send_class_sums(client: Client, encode: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Class sums of encode(x) over a client's training samples; exact ones if records are not protected.
+
+    `encode` must not depend on these samples, other than through what is protected.
+    """
+    classes = client.task.classes
+    with torch.no_grad():
+        if client.protects_records:
+            return cast(ProtectedSamples, client.train).release_class_sums(encode, classes)._asdict()
+        sums = clipped_class_sums(client.train, encode, classes, 1.0).float()
+    return ClassSums(sums[:, :-1], sums[:, -1], 0.0)._asdict()
+
+
+def add_class_sums(answers: Answers) -> ClassSums:
+    """The noisy class sums of all clients together. If noise is distributed, the server adds absent clients' shares."""
+    if answers.private and answers.private.ledger.settings.level == "user":
+        raise NotCovered("dp = user does not cover this method: its class sums protect records; use dp = record")
+    parts = [ClassSums(*(reveal(answer, name) for name in ClassSums._fields)) for answer in answers]
+    sums = torch.stack([part.sums for part in parts]).double().sum(0)
+    counts = torch.stack([part.counts for part in parts]).double().sum(0)
+    deviation = math.sqrt(sum(part.deviation**2 for part in parts))
+    if (private := answers.private) and (missing := private.asked - len(parts)):
+        generator, share = private.generator(), parts[0].deviation * math.sqrt(missing)
+        sums = add_noise(sums, share * private.ledger.clip, generator)
+        counts = add_noise(counts, share, generator)
+        deviation = math.hypot(deviation, share)
+    return ClassSums(sums, counts, deviation)
+
+
+def to_prototypes(released: ClassSums) -> Prototypes:
+    """The quotients of noisy sums and counts, for classes with enough samples."""
+    sums, counts, deviation = released
+    classes = torch.nonzero(counts > max(DEVIATIONS * deviation, 0.5)).squeeze(1)
+    held = counts[classes].double()
+    return Prototypes(classes, (sums[classes].double() / held[:, None]).float(), held.round().long().clamp_min(1))
+
+
+def private_prototypes(answers: Answers, num_classes: int, width: int) -> Prototypes:
+    """The mean prototype of each class over the clients that hold it, at user level."""
+    private = answers.private
+    assert private
+    if private.ledger.settings.distributed:
+        raise NotCovered("dp does not cover this method with distributed noise: the server must clip prototypes")
+    updates = []
+    for answer in answers:
+        classes, means = reveal(answer, "classes"), reveal(answer, "means")
+        dense = torch.zeros(num_classes, width + 1)
+        if len(classes) == len(means) and bool(((classes >= 0) & (classes < num_classes)).all()):
+            dense[classes] = torch.cat([means, torch.ones(len(means), 1)], dim=1)
+        updates.append({"rows": dense})
+    deviation = private.ledger.noise_of_sum(private.asked)
+    generator = private.generator()
+    private.ledger.record(private.asked, private.drawn_from, private.round)
+    mean = private_mean(updates, None, updates[0], private.ledger, private.asked, generator)
+    total = private.asked * mean["rows"].double()
+    return to_prototypes(ClassSums(total[:, :-1], total[:, -1], deviation))
