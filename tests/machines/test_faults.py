@@ -64,10 +64,13 @@ def absent(run: Path) -> list[tuple[int, int, str]]:
     return [(event["round"], event["client"], event["reason"]) for event in events if event["event"] == "absent"]
 
 
-def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:
-    """True if a run left the same files as an uninterrupted run on one machine."""
+def check_same_as_inline(run: Path, folder: Path, **settings: Any) -> None:
+    """Checks that a run left the same files as an uninterrupted run on one machine."""
     run_experiment(experiment(2, runtime="inline", **settings), folder)
-    return remote_contents(folder, run) == run_contents(run)
+    expected, found = remote_contents(folder, run), run_contents(run)
+    assert found["metrics"] == expected["metrics"]
+    assert found["ledger"].decode() == expected["ledger"].decode()
+    assert found == expected
 
 
 # --- killed -----------------------------------------------------------------------------------------------------
@@ -88,7 +91,7 @@ def test_a_killed_server_resumes(cluster: Cluster, tmp_path: Path) -> None:
     completed = subprocess.run(cluster.command("--resume", run), capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
     assert re.search(r"resumes after round [12]/3", completed.stderr) and "fedavg: accuracy" in completed.stdout
-    assert same_as_inline(run, tmp_path / "inline", rounds=3)
+    check_same_as_inline(run, tmp_path / "inline", rounds=3)
 
 
 def test_a_client_killed_in_mid_round_is_lost_and_can_rejoin_with_its_key(cluster: Cluster, tmp_path: Path) -> None:
@@ -107,7 +110,7 @@ def test_a_client_killed_in_mid_round_is_lost_and_can_rejoin_with_its_key(cluste
             server.start(experiment(2, quorum=1.0), run)
         assert absent(run) == [(1, 1, "lost")]
         server.resume(run)  # waits for both
-    assert same_as_inline(run, tmp_path / "inline", quorum=1.0)
+    check_same_as_inline(run, tmp_path / "inline", quorum=1.0)
 
 
 @pytest.mark.cluster
@@ -165,7 +168,7 @@ def test_a_killed_supernode_is_started_again(cluster: Cluster, tmp_path: Path) -
         server.start(experiment(2), tmp_path / "run", [watch])
         server.start(experiment(2), tmp_path / "again")
     assert [(client, reason) for _, client, reason in absent(tmp_path / "run")] in ([(1, "lost")] * n for n in (1, 2))
-    assert same_as_inline(tmp_path / "again", tmp_path / "inline")
+    check_same_as_inline(tmp_path / "again", tmp_path / "inline")
 
 
 @pytest.mark.cluster
@@ -178,7 +181,7 @@ def test_a_killed_superlink_is_started_again(when: dict[str, int], cluster: Clus
         watch = After(lambda: os.kill(first or 0, signal.SIGKILL), **when)
         server.start(experiment(2, rounds=3), tmp_path / "run", [watch])
         assert server.superlink.pid not in (None, first)
-    assert same_as_inline(tmp_path / "run", tmp_path / "inline", rounds=3)
+    check_same_as_inline(tmp_path / "run", tmp_path / "inline", rounds=3)
 
 
 @pytest.mark.cluster
@@ -192,7 +195,7 @@ def test_a_lost_quorum_stops_the_run_and_it_can_resume(cluster: Cluster, tmp_pat
             server.start(experiment(2, **settings), run, [After(lambda: cluster.kill(1), round=1)])
         cluster.join(1)
         server.resume(run)
-    assert same_as_inline(run, tmp_path / "inline", **settings)
+    check_same_as_inline(run, tmp_path / "inline", **settings)
 
 
 @pytest.mark.cluster
@@ -210,7 +213,7 @@ def test_a_sealed_ring_resumes_at_the_hop_where_it_was_interrupted(cluster: Clus
         server.resume(run)
     for client in (0, 1):  # no client was asked twice
         assert cluster.log(client).read_text().count("round 2  personalize") == 1
-    assert same_as_inline(run, tmp_path / "inline", method="metafed", validation=0.2)
+    check_same_as_inline(run, tmp_path / "inline", method="metafed", validation=0.2)
 
 
 @pytest.mark.cluster

@@ -496,3 +496,13 @@ def test_a_new_session_drops_later_rounds_and_ends_the_old_session(tmp_path: Pat
     daemon._build_handlers(second, 0)  # the same session after a client restart: nothing changes
     reply = daemon.answer(json.dumps(first), Call(0, "local_train", 3), blob)
     assert reply.failure == "unable" and "session 1 of this run is over; session 3 has started" in reply.detail
+
+
+def test_a_client_can_be_limited_to_secure_sums(tmp_path: Path) -> None:
+    limited = ClientDaemon(tmp_path / "store", secure_sum=True)
+    reply = ask(limited, session(tmp_path))
+    assert reply.failure == "unable" and "takes part only in runs with secure sums" in reply.detail
+    description = session(tmp_path)
+    description["settings"] |= {"secure_sum": True}
+    reply = ask(limited, description)
+    assert not reply.failure and decode(reply.blob) == ("withheld", {})

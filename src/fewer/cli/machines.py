@@ -247,6 +247,7 @@ def join(
             autocompletion=complete_methods,
         ),
     ] = None,
+    secure_sum: Annotated[bool, Option("--secure-sum", help="Take part only in runs with secure sums.")] = False,
 ) -> None:
     """Take part in runs as a client, until Ctrl-C. Your data stays on this machine.
 
@@ -259,7 +260,8 @@ def join(
 
     options = parse_assignments(data_options or [])
     method_name = find(method).name if method else None
-    daemon = ClientDaemon(store or key / "store", data, options, data_dir, device, PinnedKeys(key), _log, method_name)
+    limits = method_name, secure_sum
+    daemon = ClientDaemon(store or key / "store", data, options, data_dir, device, PinnedKeys(key), _log, *limits)
     daemon.join(address, key)
 
 

@@ -265,6 +265,10 @@ class SingleClientData(Data):
         """The same data with the features of an encoder as inputs."""
         return replace(self, data=self.data.encode(encoder))
 
+    def rescale(self, schema: Schema) -> SingleClientData:
+        """The same data, normalized as the schema says."""
+        return replace(self, data=self.data.rescale(schema))
+
     def to(self, device: torch.device) -> SingleClientData:
         """Copies the data to a device."""
         return replace(self, data=self.data.to(device))
@@ -287,6 +291,8 @@ class ClientDaemon:
     """Called with each log line."""
     method: str | None = None
     """The only method that the client takes part in; None for any method."""
+    secure_sum: bool = False
+    """True if the client takes part only in runs with secure sums."""
     _experiment: str = ""
     _handlers: HandlerRunner | None = None
 
@@ -348,6 +354,8 @@ class ClientDaemon:
                 raise SettingError(f"{name} = {file} names a file, {reason}")
         if self.method not in (None, settings["method"]):
             raise SettingError(f"method = {settings['method']}, but this client takes part in {self.method} only")
+        if self.secure_sum and not settings.get("secure_sum"):
+            raise SettingError("this client takes part only in runs with secure sums (fewer server … --secure-sum)")
         local_settings = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
         parsed = parse_settings({**settings, **local_settings})
         own_data = self._load_own_data(data_info, parsed) if self.data else None

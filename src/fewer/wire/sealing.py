@@ -76,7 +76,7 @@ def seal(message: bytes, header: Header, private: bytes, receiver: bytes, contex
     text = json.dumps(asdict(header), separators=(",", ":")).encode()
     prefix = MAGIC + len(text).to_bytes(4, "little") + text
     ephemeral = new_key()
-    shared = _exchange(ephemeral, receiver) + _exchange(private, receiver)
+    shared = shared_secret(ephemeral, receiver) + shared_secret(private, receiver)
     key = _derive_key(shared, public_key(ephemeral), public_key(private), receiver)
     return prefix + public_key(ephemeral) + ChaCha20Poly1305(key).encrypt(NONCE, message, prefix + context)
 
@@ -99,7 +99,7 @@ def parse_sealed(blob: bytes) -> Sealed:
 def unseal(sealed: Sealed, private: bytes, sender: bytes, context: bytes = b"") -> bytes:
     """Opens a message from the owner of the public key `sender`. Raises Refused if it was changed or forged."""
     try:
-        shared = _exchange(private, sealed.ephemeral) + _exchange(private, sender)
+        shared = shared_secret(private, sealed.ephemeral) + shared_secret(private, sender)
         key = _derive_key(shared, sealed.ephemeral, sender, public_key(private))
         return ChaCha20Poly1305(key).decrypt(NONCE, sealed.ciphertext, sealed.prefix + context)
     except (InvalidTag, ValueError) as error:
@@ -108,7 +108,8 @@ def unseal(sealed: Sealed, private: bytes, sender: bytes, context: bytes = b"") 
         ) from error
 
 
-def _exchange(private: bytes, public: bytes) -> bytes:
+def shared_secret(private: bytes, public: bytes) -> bytes:
+    """The secret that two owners of keys share (X25519)."""
     return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
 
 

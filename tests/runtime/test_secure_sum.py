@@ -1,0 +1,283 @@
+"""Secure sums, all clients in one process: the server sees the sum only, also if clients drop out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fewer
+from fewer.errors import QuorumLost, RunInterrupted, SettingError
+from fewer.methods import Client
+from fewer.methods.fedavg import FedAvg, average_by_size, average_equally, average_field
+from fewer.runs.engine import build_handler_runner, connect_clients, run_experiment, runtime_options
+from fewer.runs.experiment import Experiment, build_experiment, parse_settings
+from fewer.runtime import Inline, on_client
+from fewer.runtime.handlers import Call, Reply
+from fewer.runtime.keys import KeyFiles
+from fewer.runtime.secure_sum import SEND_MASKED, SEND_SHARES, SHARE_KEYS, SumMember, withhold
+from fewer.runtime.store import Store
+from fewer.wire import Number, Refused, decode
+from fewer.wire.masking import STEP
+
+FORM = {"w": torch.zeros(3), "steps": torch.zeros((), dtype=torch.int64)}
+RETURNS: dict[str, Any] = {"model": FORM, "size": Number(int, 1, 10**9)}
+
+
+class Vectors(FedAvg):
+    """Client k sends (k + 1) · (1, −0.5, 0.001), 10 k, and the size k + 1."""
+
+    @on_client
+    def send_vector(self, client: Client) -> dict[str, Any]:
+        vector = (client.id + 1) * torch.tensor([1.0, -0.5, 0.001])
+        return {"model": {"w": vector, "steps": torch.tensor(10 * client.id)}, "size": client.id + 1}
+
+
+class Watched(Inline):
+    """Records all replies. `gone` are calls (client, step) that get no reply."""
+
+    gone: set[tuple[int, str]]
+    seen: list[tuple[Call, bytes]]
+
+    def _deliver_calls(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
+        for call, reply in super()._deliver_calls(calls):
+            if (call.client, call.handler) in self.gone:
+                yield call, None
+                continue
+            assert reply
+            self.seen.append((call, reply.blob))
+            yield call, reply
+
+
+def connect(folder: Path, clients: int = 5, gone: Sequence[tuple[int, str]] = (), **settings: Any) -> Watched:
+    data = fewer.data.load("digits", clients=clients, alpha=10.0)
+    experiment = build_experiment(parse_settings({"secure_sum": True, **settings}), Vectors(), data)
+    watched = Watched(**runtime_options(experiment), handlers=build_handler_runner(experiment, folder))
+    watched.gone, watched.seen, watched.round = set(gone), [], 1
+    return watched
+
+
+def test_the_mean_by_arithmetic(tmp_path: Path) -> None:
+    clients = connect(tmp_path)
+    answers = clients.ask(range(5), Vectors().send_vector, returns=RETURNS)
+    # Σ k² / Σ k = 55 / 15 for k = 1 … 5; Σ k · 10 (k − 1) / 15 = 400 / 15 = 26.7, rounded
+    mean = average_by_size(answers)
+    expected = 55 / 15 * torch.tensor([1.0, -0.5, 0.001])
+    assert (mean["w"] - expected).abs().max() <= STEP + 1e-6 and mean["steps"].item() == 27
+    assert mean["w"].dtype == torch.float32 and list(mean) == ["w", "steps"]
+    again = clients.ask(range(5), Vectors().send_vector, returns=RETURNS)
+    assert average_equally(again)["w"].tolist() == pytest.approx([3, -1.5, 0.003], abs=1e-6)
+
+
+def test_nothing_that_the_server_gets_has_a_single_update(tmp_path: Path) -> None:
+    clients = connect(tmp_path)
+    answers = clients.ask(range(5), Vectors().send_vector, returns=RETURNS)
+    average_by_size(answers)
+    assert {call.handler for call, _ in clients.seen} == {"send_vector", SHARE_KEYS, SEND_MASKED, SEND_SHARES}
+    received = b"".join(blob for _, blob in clients.seen)
+    decoded = [decode(blob)[1] for call, blob in clients.seen]
+    for client in range(5):
+        vector = (client + 1) * np.array([1.0, -0.5, 0.001])
+        fixed = np.rint(vector / STEP).astype(np.int64)
+        weighted = np.rint((client + 1) * vector / STEP).astype(np.int64)
+        for secret in (vector.astype(np.float32), vector, fixed, weighted):
+            assert secret[:1].tobytes() not in received and secret[1:].tobytes() not in received
+        masked = [fields["masked"].numpy() for fields in decoded if "masked" in fields]
+        assert len(masked) == 5
+        assert all((np.abs(values[:4] - np.append(weighted, 0)) > 2**40).all() for values in masked)
+    stored = Store(tmp_path / "000/000000", 1).get("secure_sum")
+    assert stored["private"] == stored["seed"] == "" and not stored["shares"]  # forgotten after the sum
+
+
+@pytest.mark.parametrize(
+    ("gone", "left"),
+    [
+        ([(1, SHARE_KEYS)], [0, 2, 3, 4]),
+        ([(1, SEND_MASKED)], [0, 2, 3, 4]),  # it has shared its keys
+        ([(0, SEND_MASKED), (4, SEND_MASKED)], [1, 2, 3]),
+        ([(1, SEND_MASKED), (3, SEND_SHARES)], [0, 2, 3, 4]),  # it has sent its values
+        ([(0, "send_vector"), (2, SHARE_KEYS)], [1, 3, 4]),
+    ],
+)
+def test_the_sum_of_the_others_is_recovered(tmp_path: Path, gone: list[tuple[int, str]], left: list[int]) -> None:
+    clients = connect(tmp_path, gone=gone)
+    answers = clients.ask(range(5), Vectors().send_vector, returns=RETURNS)
+    sizes = [client + 1 for client in left]
+    expected = sum(size**2 for size in sizes) / sum(sizes)
+    assert average_by_size(answers)["w"].tolist() == pytest.approx(
+        [expected, -0.5 * expected, 0.001 * expected], abs=1e-6
+    )
+
+
+def test_too_few_clients_stop_the_round(tmp_path: Path) -> None:
+    clients = connect(tmp_path, gone=[(0, SEND_MASKED), (1, SEND_MASKED), (2, SEND_MASKED)])
+    answers = clients.ask(range(5), Vectors().send_vector, returns=RETURNS)
+    with pytest.raises(QuorumLost, match="2 of 5 clients sent masked values, 3 needed"):
+        average_by_size(answers)
+    clients = connect(tmp_path / "b", gone=[(client, SEND_SHARES) for client in range(3)])
+    answers = clients.ask(range(5), Vectors().send_vector, returns=RETURNS)
+    with pytest.raises(QuorumLost, match="2 of 5 clients sent shares, 3 needed"):
+        average_by_size(answers)
+    clients = connect(tmp_path / "c", quorum=0.9, gone=[(0, "send_vector")])
+    with pytest.raises(QuorumLost, match="4 of 5 clients answered, 5 needed"):
+        clients.ask(range(5), Vectors().send_vector, returns=RETURNS)
+    clients = connect(tmp_path / "d", clients=2)
+    answers = clients.ask(range(2), Vectors().send_vector, returns=RETURNS)
+    with pytest.raises(QuorumLost, match="2 clients answered, a secure sum needs 3"):
+        average_by_size(answers)
+
+
+def test_single_answers_are_refused_in_one_line(tmp_path: Path) -> None:
+    answers = connect(tmp_path).ask(range(5), Vectors().send_vector, returns=RETURNS)
+    with pytest.raises(SettingError, match=r"secure_sum does not cover this method: its server reads 'size' of single"):
+        answers[0]["size"]
+    assert answers[0].fields == {}
+
+
+@pytest.mark.parametrize(
+    ("step", "field", "problem"),
+    [("send_shares", "shares", "shares that do not belong together"), ("send_masked", "masked", "do not cancel")],
+)
+def test_wrong_shares_and_masks_are_noticed(
+    step: str, field: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(SumMember, step)
+
+    def send_wrong(self: SumMember, **fields: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = right(self, **fields)
+        return {**answer, field: answer[field].flip(0)} if self.client == 1 else answer
+
+    monkeypatch.setattr(SumMember, step, send_wrong)
+    answers = connect(tmp_path).ask(range(5), Vectors().send_vector, returns=RETURNS)
+    with pytest.raises(RunInterrupted, match=f"round 1: a client took part in a secure sum with .*{problem}"):
+        average_by_size(answers)
+
+
+# --- what a client refuses ------------------------------------------------------------------------------------
+
+
+def make_member(folder: Path, client: int = 0) -> SumMember:
+    member = SumMember(client, Store(folder / f"store-{client}", 1), KeyFiles(folder / "keys"), b"run")
+    withhold(member.store, {"model": {"w": torch.ones(3)}, "size": 2})
+    return member
+
+
+def share(member: SumMember, name: str = "model", number: int = 1, peers: Sequence[int] = (0, 1, 2)) -> dict[str, Any]:
+    fields = {"name": name, "weight": "size", "number": number, "peers": torch.tensor(peers)}
+    return member.answer(SHARE_KEYS, fields)
+
+
+def test_a_client_sums_each_answer_once(tmp_path: Path) -> None:
+    member = make_member(tmp_path)
+    share(member)
+    with pytest.raises(Refused, match="'model' of round 1 has been summed already"):
+        share(member, number=2)
+    with pytest.raises(Refused, match="no answer with 'other' in round 1"):
+        share(member, "other", 2)
+    with pytest.raises(Refused, match="out of order"):
+        member.answer(SEND_SHARES, {"survivors": torch.tensor([0, 1, 2])})
+    later = SumMember(0, Store(member.store.folder, 2), member.keys, b"run")
+    with pytest.raises(Refused, match="no answer with 'model' in round 2"):  # never that of an earlier round
+        share(later)
+
+
+def test_a_client_refuses_small_and_repeated_sums(tmp_path: Path) -> None:
+    member = make_member(tmp_path)
+    for peers in ([0, 1], [0, 0, 1], [1, 2, 3]):
+        with pytest.raises(Refused, match="needs 3 different clients"):
+            share(member, peers=peers)
+    share(member, number=5)
+    withhold(member.store, {"model": {"w": torch.ones(3)}, "size": 2})
+    with pytest.raises(Refused, match="a replayed question"):
+        share(member, number=5)
+
+
+def test_a_client_never_sends_both_shares_of_a_peer(tmp_path: Path) -> None:
+    members = [make_member(tmp_path, client) for client in range(3)]
+    parcels = [share(member) for member in members]
+    cut = [torch.split(parcel["sealed"], parcel["lengths"].tolist()) for parcel in parcels]
+    received = [part[0] for part in cut]
+    fields = {"sealed": torch.cat(received), "lengths": torch.tensor([len(part) for part in received])}
+    masked = members[0].answer(SEND_MASKED, fields)
+    assert masked["masked"].shape == (4,)
+    with pytest.raises(Refused, match="out of order"):
+        members[0].answer(SEND_MASKED, fields)
+    with pytest.raises(Refused, match="a secure sum of 1 clients, 2 needed"):
+        members[0].answer(SEND_SHARES, {"survivors": torch.tensor([0])})
+    with pytest.raises(Refused, match="a secure sum without the values that this client sent"):
+        members[0].answer(SEND_SHARES, {"survivors": torch.tensor([1, 2])})
+    first = members[0].answer(SEND_SHARES, {"survivors": torch.tensor([0, 1, 2])})
+    assert first["shares"].shape == (3, 66)
+    with pytest.raises(Refused, match="out of order"):
+        members[0].answer(SEND_SHARES, {"survivors": torch.tensor([0, 1])})
+
+
+def test_a_client_refuses_keys_that_the_server_made(tmp_path: Path) -> None:
+    member, peers = make_member(tmp_path), [make_member(tmp_path, client) for client in (1, 2)]
+    share(member)
+    forger = SumMember(1, peers[0].store, KeyFiles(tmp_path / "other keys"), b"run")
+    KeyFiles(tmp_path / "other keys").private(0)
+    (tmp_path / "other keys/000/000000/key").write_bytes(member.keys.private(0))
+    sealed = [share(forger), share(peers[1])]
+    cut = [torch.split(parcel["sealed"], parcel["lengths"].tolist())[0] for parcel in sealed]
+    fields = {"sealed": torch.cat(cut), "lengths": torch.tensor([0, *map(len, cut)])}
+    with pytest.raises(Refused, match="the seal is broken"):
+        member.answer(SEND_MASKED, fields)
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {"data": "digits", "model": "mlp", "clients": 4, "alpha": 10.0, "rounds": 2}
+
+
+def run_both(method: str, **settings: Any) -> tuple[Any, Any]:
+    plain = run_experiment(build_experiment(parse_settings({**SMALL, "method": method, **settings})))
+    secure = build_experiment(parse_settings({**SMALL, "method": method, **settings, "secure_sum": True}))
+    return plain, run_experiment(secure, connect=connect_clients)  # a simulation, for tests only
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedper"])
+def test_a_run_equals_the_plain_run_within_the_step(method: str) -> None:
+    plain, secure = run_both(method, method_options={"local_steps": 2}, rounds=2)
+    for name, tensor in plain.state.shared.items():
+        assert (secure.state.shared[name] - tensor).abs().max() < 1e-5, name
+    assert secure.metrics["up"] > plain.metrics["up"]
+
+
+def test_the_ledger_counts_every_step() -> None:
+    _, secure = run_both("fedavg", method_options={"local_steps": 1}, rounds=1)
+    kinds = {(entry.kind, entry.direction) for entry in secure.ledger.entries if entry.is_training}
+    assert {(step, way) for step in (SHARE_KEYS, SEND_MASKED, SEND_SHARES) for way in ("up", "down")} <= kinds
+    count = sum(tensor.numel() for tensor in secure.state.model.values())
+    masked = [e.bytes for e in secure.ledger.entries if e.kind == SEND_MASKED and e.direction == "up"]
+    assert len(masked) == 4 and all(8 * count < size < 8 * count + 1000 for size in masked)
+
+
+@pytest.mark.parametrize("method", ["fedgen", "fedensemble"])
+def test_a_method_that_reads_single_answers_is_refused(method: str) -> None:
+    with pytest.raises(SettingError, match="secure_sum does not cover this method: its server reads"):
+        run_both(method, method_options={"local_steps": 1}, rounds=1)
+
+
+def test_settings_that_contradict_secure_sums() -> None:
+    def build(**settings: Any) -> Experiment:
+        return build_experiment(parse_settings({**SMALL, "secure_sum": True, **settings}))
+
+    with pytest.raises(SettingError, match="secure_sum does not cover fedmk: it averages nothing"):
+        build(method="fedmk")
+    with pytest.raises(SettingError, match="secure_sum needs aggregate = mean"):
+        build(aggregate="median")
+    with pytest.raises(SettingError, match="secure_sum does not work with dp and lie"):
+        build(lie="noise:0.5")
+    with pytest.raises(SettingError, match="secure_sum hides nothing in a simulation"):
+        run_experiment(build())
+
+
+def test_a_field_without_a_known_form_is_refused(tmp_path: Path) -> None:
+    answers = connect(tmp_path).ask(range(5), Vectors().send_vector, returns=RETURNS)
+    with pytest.raises(SettingError, match="the form of 'size' differs by client"):
+        average_field(answers, "size")
