@@ -158,3 +158,13 @@ def test_nearness_is_scored_within_condensed_classes() -> None:
     inside, outside = attacked.nearness_scores(0, sides)  # type: ignore[arg-type]
     # only D̂ of the same class counts; class 2 has none
     assert inside.tolist() == [-1, -4] and outside.tolist() == [-2, -5]
+
+
+def test_class_means_are_inverted(tmp_path: Path) -> None:
+    call("run", "fedncm", *DIGITS, "--model", "mlp", "--rounds", "1", "--no-report", "--out", tmp_path / "run")
+    result = call("audit", tmp_path / "run", "--steps", "40", "--starts", "1", "--clients", "2")
+    findings = json.loads((tmp_path / "run/audit/audit.json").read_text())
+    means = findings["metrics"]["prototypes"]
+    assert means["client"] == findings["clients"][0] and means["mismatch"] < 0.3 and means["means"] > 1
+    assert "restored from class means" in result.stdout and "Class means give" in result.stdout
+    assert (tmp_path / "run/audit/prototypes.png").exists()

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fewer.audit.leakage import LR, compute_gradients, psnr, replace_relu, restore_images, total_variation
+from fewer.audit.leakage import (
+    LR,
+    compute_gradients,
+    invert_features,
+    psnr,
+    replace_relu,
+    restore_images,
+    total_variation,
+)
 
 
 def small_net() -> nn.Sequential:
@@ -74,3 +82,15 @@ def test_total_variation_and_psnr_by_arithmetic() -> None:
     assert total_variation(image).item() == (3 + 2) / 2 + (1 + 0) / 2
     assert psnr(torch.full((1, 4), 0.1), torch.zeros(1, 4), 1.0).item() == pytest.approx(20)
     assert psnr(torch.full((1, 4), 0.1), torch.zeros(1, 4), 10.0).item() == pytest.approx(40)
+
+
+def test_features_that_are_pixels_give_the_image_back() -> None:
+    image = torch.tensor([[0.0, 1.0], [0.25, 0.5]]).view(1, 1, 2, 2)
+    mean = image.flatten(1)
+    restored, mismatch = invert_features(
+        nn.Flatten(), mean, image, torch.Generator().manual_seed(0), steps=300, starts=2, smooth=0.0
+    )
+    assert restored.shape == image.shape and (restored - image).abs().max() < 0.02
+    # ‖f(image) − mean‖² / ‖mean‖²
+    expected = (restored - image).square().sum() / (1 + 0.25**2 + 0.5**2)
+    assert mismatch.item() == pytest.approx(expected.item(), rel=1e-4)

@@ -2,11 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fewer.audit.membership import estimate_proportion, loss_gaps, losses, membership
+from fewer.audit.membership import clopper_pearson, estimate_proportion, loss_gaps, losses, membership
 from fewer.runtime import stream
 
 # --- membership -------------------------------------------------------------------------------------------------
@@ -85,3 +86,58 @@ def test_proportion_by_arithmetic() -> None:
     estimate = estimate_proportion(30, 40)
     assert (estimate["fraction"], estimate["total"]) == (0.75, 40)
     assert (estimate["low"], estimate["high"]) == pytest.approx((0.5981, 0.8581), abs=1e-4)
+
+
+# --- certain about a few ----------------------------------------------------------------------------------------
+
+
+def test_hits_at_one_false_alarm_in_a_thousand() -> None:
+    members = torch.tensor([997.5, 998.5, 999.5, 5.0])
+    result = membership(members, torch.arange(1000.0))  # one may count as a member: 999
+    assert result.strict_true_positive_rate == 0.5
+    # Clopper–Pearson, 2 of 4: the low end p has P(X ≥ 2) = 6p²(1−p)² + 4p³(1−p) + p⁴ = 0.025
+    low = result.strict_low
+    assert low and 6 * low**2 * (1 - low) ** 2 + 4 * low**3 * (1 - low) + low**4 == pytest.approx(0.025)
+    few = membership(members, torch.arange(999.0))
+    assert few.strict_true_positive_rate is None and few.strict_low is None
+
+
+def test_clopper_pearson_by_arithmetic() -> None:
+    low, high = clopper_pearson(np.array([0, 1, 10]), 10)
+    assert low[0] == 0 and high[2] == 1
+    assert high[0] == pytest.approx(1 - 0.025**0.1) and low[2] == pytest.approx(0.025**0.1)
+    assert 1 - (1 - low[1]) ** 10 == pytest.approx(0.025)  # P(X ≥ 1)
+    assert (1 - high[1]) ** 10 + 10 * high[1] * (1 - high[1]) ** 9 == pytest.approx(0.025)  # P(X ≤ 1)
+
+
+def test_the_bound_on_epsilon_by_arithmetic() -> None:
+    # Half of 200 + 200 samples measure: 100 of 100 members and none of 100 nonmembers are above the threshold.
+    edge = 0.025**0.01
+    perfect = membership(torch.ones(200), torch.zeros(200), delta=0.01)
+    assert perfect.epsilon_bound == pytest.approx(math.log((edge - 0.01) / (1 - edge)))
+    assert membership(torch.zeros(50), torch.zeros(50)).epsilon_bound == 0
+    # All members are above, and half of the nonmembers. Only nonmembers below prove something: TNR against FNR.
+    half = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat(50)
+    high = float(clopper_pearson(np.array(50), 100)[1])
+    bound = membership(torch.ones(200), half, delta=0.0).epsilon_bound
+    assert bound == pytest.approx(math.log((1 - high) / (1 - edge)))
+
+
+def test_other_samples_than_those_that_chose_the_threshold_prove_the_bound() -> None:
+    # The even samples are separated perfectly, the odd ones not at all.
+    assert membership(torch.tensor([1.0, 0.0]).repeat(100), torch.zeros(200)).epsilon_bound == 0
+
+
+def test_the_bound_on_epsilon_rarely_exceeds_the_truth() -> None:
+    # Randomized response with ε = 1: a member shows 1 with probability e / (1 + e), a nonmember with 1 / (1 + e).
+    generator = torch.Generator().manual_seed(0)
+    yes = math.e / (1 + math.e)
+    bounds = [
+        membership(
+            (torch.rand(1000, generator=generator) < yes).float(),
+            (torch.rand(1000, generator=generator) > yes).float(),
+            0,
+        ).epsilon_bound
+        for _ in range(200)
+    ]
+    assert sum(bound > 1 for bound in bounds) <= 10 and sum(bounds) / 200 > 0.7

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fewer.audit.canaries import attack_canaries
 from fewer.audit.distance import nearest_neighbors, typical_distance, value_range
-from fewer.audit.leakage import compute_gradients, psnr, restore_images
-from fewer.audit.membership import estimate_proportion, loss_gaps, losses, membership
+from fewer.audit.leakage import compute_gradients, invert_features, psnr, restore_images
+from fewer.audit.membership import DELTA, estimate_proportion, loss_gaps, losses, membership
 from fewer.data import Data
 from fewer.errors import FewerError, RunError, SettingError
-from fewer.methods.capabilities import HasSyntheticData
+from fewer.methods.capabilities import HasSyntheticData, SendsStatistics
 from fewer.models import load_weights
+from fewer.models.split import split_net
 from fewer.runs.reader import RunReader
 from fewer.runs.result import Result, load_run_data, open_run
 from fewer.runs.settings import settings_hash
@@ -91,12 +93,14 @@ def audit(
     clients: int = CLIENTS,
     steps: int = STEPS,
     starts: int = STARTS,
+    shadows: int = 0,
 ) -> Audit:
     """Attacks a run, given as its directory or as a result that has one, on the samples of up to `clients` clients.
 
     Pass `data` and `model` again if they were Python objects.
     The attacks are: distance of synthetic images to real ones, deep leakage from gradients, and membership inference.
-    `steps` and `starts` set the steps and random starts of gradient matching.
+    `steps` and `starts` set the steps and random starts of gradient matching. With `shadows`, the run is trained again
+    this many times, with mislabeled canaries; an even number from 4 on.
     """
     if isinstance(path, Result):
         if path.folder is None:
@@ -116,7 +120,17 @@ def audit(
     if attacked.has_images and attacked.nets:
         metrics["leakage"], shown = attacked.restore_from_gradients(steps, starts)
         images.append(shown)
-    metrics["membership"] = {name: asdict(membership(*scores)) for name, scores in attacked.membership_scores()}
+    if attacked.sent_means:
+        metrics["prototypes"], shown = attacked.invert_means(steps, starts)
+        images.append(shown)
+    claimed = {name: result.metrics[name] for name in ("epsilon", "delta") if name in result.metrics}
+    if claimed:
+        metrics["claimed"] = claimed
+    scores = dict(attacked.membership_scores())
+    if shadows:
+        scores["canaries"] = attacked.canary_scores(shadows)
+    delta = claimed.get("delta", DELTA)
+    metrics["membership"] = {name: asdict(membership(*pair, delta)) for name, pair in scores.items()}
     names, hash = (result.method.name, result.data.name), settings_hash(result.settings, result.method)
     notes = list(attacked.limitations())
     return Audit(*names, len(result.history), hash, attacked.clients, metrics, images, notes)
@@ -148,6 +162,15 @@ class _AttackedRun:
             if client in sent
         }
         """Synthetic images of the attacked clients, clipped to the range of pixel values."""
+        raw = result.data.raw or result.data
+        sent_statistics: dict[str, Any] = {}
+        is_image = len(raw.shape) == 3 and not raw.test.is_text
+        if isinstance(result.method, SendsStatistics) and self.nets and is_image:
+            sent_statistics = result.method.send_statistics(result.contexts()(self.clients[0], 1))
+        self.sent_means = None
+        if "means" in sent_statistics:
+            self.sent_means = sent_statistics["classes"], sent_statistics["means"].float()
+        """Classes and mean features that the first attacked client sends, if its samples are images."""
 
     def stream(self, purpose: str) -> torch.Generator:
         return stream(self.result.settings.seed, "audit", purpose)
@@ -288,6 +311,34 @@ class _AttackedRun:
             )
         return metrics, AttackImages("leakage", "Deep leakage from gradients", caption, [Block(rows)], self.limits)
 
+    # --- class means ---
+
+    def invert_means(self, steps: int, starts: int) -> tuple[dict[str, Any], AttackImages]:
+        """Restores an image from each class mean that a client sends, and compares it with the client's images."""
+        assert self.sent_means
+        result, client = self.result, self.clients[0]
+        classes, means = (part[:COLUMNS] for part in self.sent_means)
+        x, y = (result.data.raw or result.data).client(client).train.all()
+        encoder = result.task.encoder or split_net(self.nets["first"])[0]
+        draw = self.stream("inverting")
+        images, mismatch = invert_features(encoder.eval(), means, x, draw, steps=steps, starts=starts)
+        low, high = value_range((result.data.raw or result.data).test)
+        restored, lookalike, originals = [], [], []
+        for image, label in zip(images, classes.tolist(), strict=True):
+            real = x[y == label]
+            original = real[int(nearest_neighbors(image[None], real)[1])]
+            others = x[(x != original).flatten(1).any(1)]
+            other = others[int(nearest_neighbors(original[None], others)[1])]
+            originals.append(original)
+            restored.append(float(psnr(image[None], original[None], high - low)))
+            lookalike.append(float(psnr(other[None], original[None], high - low)))
+        metrics = {"client": client, "means": len(images), "mismatch": float(mismatch.mean())}
+        metrics |= {"psnr": statistics.fmean(restored), "psnr_of_lookalike": statistics.fmean(lookalike)}
+        rows = {f"client {client}: from its class means": images, "nearest real": torch.stack(originals)}
+        caption = f"Images with the mean features that client {client} sends for each class, and its nearest images."
+        title = "Images restored from class means"
+        return metrics, AttackImages("prototypes", title, caption, [Block(rows)], (low, high))
+
     # --- membership ---
 
     def membership_scores(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
@@ -337,6 +388,12 @@ class _AttackedRun:
             return None
         subset = torch.randperm(sum(map(len, chosen[0])), generator=draw).to(train.y.device)[:MAX_SAMPLES]
         return train.pick(torch.cat(chosen[0])[subset]), test.pick(torch.cat(chosen[1])[subset])
+
+    def canary_scores(self, shadows: int) -> tuple[Tensor, Tensor]:
+        """Scores of canaries that shadow runs trained on, and of canaries that they did not train on."""
+        if not self.nets:
+            raise SettingError(f"shadows needs a global model, and {self.result.method.name} has none")
+        return attack_canaries(self.result, self.clients, shadows)
 
     # --- limitations ---
 

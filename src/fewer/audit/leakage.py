@@ -1,4 +1,4 @@
-"""Deep leakage: restores images from their gradient.
+"""Deep leakage: restores images from their gradient, or from mean features that a client sends.
 
 - Zhu, Liu, Han: Deep Leakage from Gradients, NeurIPS 2019. Dummy images are optimized until their gradient matches the
   observed one. They use smooth networks.
@@ -12,10 +12,13 @@ Departures:
 - In the first half of the steps the attacker's network has softplus instead of ReLU, because inactive units have no
   gradient.
 - The attack keeps the best match of several random starts.
+- Class means are inverted by the same search: an image is optimized until its features match the mean (Mahendran,
+  Vedaldi: Understanding Deep Image Representations by Inverting Them, CVPR 2015).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import torch
@@ -59,26 +62,75 @@ def restore_images(
 
     Returns the images and the mismatch reached (1 − cosine). Only the shape and the value range of `like` are used.
     """
-    low, high = float(like.min()), float(like.max())
     targets, y = gradients.repeat(starts, 1), labels.repeat(starts, 1)
-    dummy = torch.randn(*y.shape, *like.shape[1:], generator=stream).to(like).clamp_(low, high).requires_grad_()
+    dummy = _draw_start((*y.shape, *like.shape[1:]), like, stream)
+
+    def mismatch(net: nn.Module) -> Tensor:
+        return 1 - F.cosine_similarity(compute_gradients(net, dummy, y), targets, eps=1e-20)
+
+    return _search_images(net, dummy, mismatch, _value_limits(like), steps, starts, smooth)
+
+
+def invert_features(
+    encoder: nn.Module,
+    features: Tensor,
+    like: Tensor,
+    stream: torch.Generator,
+    *,
+    steps: int,
+    starts: int = 1,
+    smooth: float = VARIATION_WEIGHT,
+) -> tuple[Tensor, Tensor]:
+    """Finds images whose features match these (images × width). Returns them and ‖f(image) − features‖² / ‖features‖².
+
+    Only the shape and the value range of `like` are used.
+    """
+    targets = features.repeat(starts, 1)
+    dummy = _draw_start((len(targets), *like.shape[1:]), like, stream)
+
+    def mismatch(net: nn.Module) -> Tensor:
+        distances: Tensor = (net.eval()(dummy) - targets).square().sum(1)
+        return distances / targets.square().sum(1).clamp_min(1e-20)
+
+    return _search_images(encoder, dummy, mismatch, _value_limits(like), steps, starts, smooth)
+
+
+def _value_limits(like: Tensor) -> tuple[float, float]:
+    return float(like.min()), float(like.max())
+
+
+def _draw_start(shape: tuple[int, ...], like: Tensor, stream: torch.Generator) -> Tensor:
+    """Noise in the value range of `like`, to be optimized."""
+    return torch.randn(*shape, generator=stream).to(like).clamp_(*_value_limits(like)).requires_grad_()
+
+
+def _search_images(
+    net: nn.Module,
+    dummy: Tensor,
+    mismatch: Callable[[nn.Module], Tensor],
+    limits: tuple[float, float],
+    steps: int,
+    starts: int,
+    smooth: float,
+) -> tuple[Tensor, Tensor]:
+    """Optimizes the dummy images until they match. Returns the best of all starts, and the mismatch reached."""
     optimizer = torch.optim.Adam([dummy], lr=LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     softplus_net = replace_relu(net)
     for step in range(steps):
         attacker_net = softplus_net if 2 * step < steps else net
-        mismatch = 1 - F.cosine_similarity(compute_gradients(attacker_net, dummy, y), targets, eps=1e-20)
-        (gradient,) = torch.autograd.grad((mismatch + smooth * total_variation(dummy)).sum(), dummy)
+        (gradient,) = torch.autograd.grad((mismatch(attacker_net) + smooth * total_variation(dummy)).sum(), dummy)
         dummy.grad = gradient.sign()
         optimizer.step()
         schedule.step()
         with torch.no_grad():
-            dummy.clamp_(low, high)
+            dummy.clamp_(*limits)
     with torch.no_grad():
-        mismatch = 1 - F.cosine_similarity(compute_gradients(net, dummy, y), targets, eps=1e-20)
-    best = mismatch.view(starts, len(gradients)).argmin(0)
-    chosen = best * len(gradients) + torch.arange(len(gradients), device=best.device)
-    return dummy.detach()[chosen], mismatch[chosen]
+        reached = mismatch(net)
+    count = len(dummy) // starts
+    best = reached.view(starts, count).argmin(0)
+    chosen = best * count + torch.arange(count, device=best.device)
+    return dummy.detach()[chosen], reached[chosen]
 
 
 def replace_relu(net: nn.Module) -> nn.Module:

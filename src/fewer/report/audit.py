@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from fewer.audit import AttackImages, Audit
-from fewer.audit.summary import HEADS, LIMITS, MEANING, summary_rows
+from fewer.audit.summary import HEADS, LIMITS, MEANING, summary_rows, verdicts
 from fewer.report.files import write_files
 from fewer.report.html import Picture, Table, render
 from fewer.report.pictures import plot_image_rows
@@ -20,6 +20,7 @@ def write_audit(audit: Audit, out: Path) -> list[Path]:
     rounds = "1 round" if audit.rounds == 1 else f"{audit.rounds} rounds"
     title = f"Privacy audit: {audit.method} on {audit.data} after {rounds}"
     values = {"title": title, "table": Table(HEADS, summary_rows(audit)), "audit": audit, "pictures": pictures}
+    values["verdicts"] = verdicts(audit)
     files = {PAGE: render(PAGE, **values, meaning=MEANING, limits=LIMITS).encode()}
     files[METRICS] = (json.dumps(audit.as_json(), indent=1) + "\n").encode()
     return write_files(out, files | {f"{picture.name}.png": picture.png for picture in pictures})
