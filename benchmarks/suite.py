@@ -134,6 +134,23 @@ def population(directory: str | None) -> list[Measurement]:
     return measurements
 
 
+def features(directory: str | None) -> list[Measurement]:
+    """A run of 100 clients on cached features of a frozen encoder, and its memory against 1,000 clients."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run_process(clients: int) -> Process:
+            process = Process("benchmarks.features", str(clients), folder)
+            process.finish()
+            return process
+
+        run_process(100)  # computes the features
+        few, many = run_process(100), run_process(1000)
+    return [
+        Measurement("100 clients, 10 rounds, launch to exit", few.seconds, "s", at_most=60),
+        Measurement("1,000 − 100 clients, memory", many.peak - few.peak, "MB", at_most=50),
+    ]
+
+
 def wire(directory: str | None) -> list[Measurement]:
     """Encoding and decoding a model of 105 KB."""
     model = dict(work.build_net().state_dict())
@@ -338,5 +355,8 @@ def dash(directory: str | None) -> list[Measurement]:
 
 SUITE: dict[str, Callable[[str | None], list[Measurement]]] = {
     benchmark.__name__: benchmark
-    for benchmark in (overhead, pool, end_to_end, help, population, wire, condense, metagrad, episode, machines, dash)
+    for benchmark in (
+        *(overhead, pool, end_to_end, help, population, features),
+        *(wire, condense, metagrad, episode, machines, dash),
+    )
 }

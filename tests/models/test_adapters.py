@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fewer
 from fewer.data import ArrayData
@@ -69,6 +69,72 @@ def test_methods_train_and_send_the_adapter_only(method: str, digits: ArrayData)
     frozen = result.trained_net.encoder[1].parametrizations.weight.original  # type: ignore[index, union-attr]
     assert torch.equal(frozen, get_weights(net)["encoder.1.weight"])
     assert result.metrics["up"] < fewer.run(method, digits, model=net, **options).metrics["up"]
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward net, with residual connections."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).chunk(3, -1)
+        x = x + self.out((q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).softmax(-1) @ v)
+        out: Tensor = x + self.feed_forward(self.norms[1](x))
+        return out
+
+
+class TransformerEncoder(nn.Module):
+    """A small transformer over the rows of an image."""
+
+    def __init__(self, row: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(row, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features: Tensor = self.blocks(self.embed(x.squeeze(1))).mean(1)
+        return features
+
+
+def make_transformer(width: int = 8, layers: int = 1) -> EncoderHead:
+    torch.manual_seed(0)
+    return EncoderHead(TransformerEncoder(8, width, layers), width, 10)
+
+
+def test_a_lora_round_of_a_small_transformer_sends_two_percent_of_its_bytes(digits: ArrayData) -> None:
+    net = make_transformer(256, 2)  # 1.6 million parameters
+    options: dict[str, Any] = {"rounds": 1, "cohort": 2, "method_options": {"local_steps": 1}}
+    lora = fewer.run("fedavg", digits, model=net, train="lora:rank=2", **options).metrics
+    full = fewer.run("fedavg", digits, model=net, **options).metrics
+    assert lora["up"] <= 0.02 * full["up"] and lora["down"] <= 0.02 * full["down"]
+
+
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fedprox", "scaffold", "fedavgm", "fedadam", "ditto", "fedmeta", "metafed"]
+)
+def test_methods_train_the_adapter_of_a_transformer(method: str) -> None:
+    settings: dict[str, Any] = {"data": "digits", "clients": 10, "alpha": 5.0, "rounds": 1, "model": make_transformer()}
+    result, full = fewer.run(method, train="lora:rank=1", **settings), fewer.run(method, **settings)
+    assert 0 < result.metrics["up"] < 0.6 * full.metrics["up"]
+    weights = _find_weights(result.state)
+    assert weights or method == "metafed"  # whose models stay on clients
+    for name, tensor in weights.items():
+        assert name.removeprefix("α ").startswith("head.") or ".parametrizations.weight.0." in name, name
+        assert tensor.isfinite().all()
+
+
+def _find_weights(state: Any) -> dict[str, torch.Tensor]:
+    """All tensors of a state that have the name of a weight."""
+    found: dict[str, torch.Tensor] = {}
+    for value in vars(state).values():
+        for part in [value, *value.values()] if isinstance(value, dict) else []:
+            if isinstance(part, dict):
+                found |= {name: t for name, t in part.items() if isinstance(t, torch.Tensor) and "." in str(name)}
+    return found
 
 
 def test_train_head_is_freeze_encoder_without_a_cache(digits: ArrayData) -> None:

@@ -15,7 +15,7 @@ from fewer.data import ArrayData
 from fewer.errors import RunError, SettingError
 from fewer.methods.fedavg import FedAvg
 from fewer.models import EncoderHead
-from fewer.models.frozen import FrozenEncoder, HeadNet
+from fewer.models.frozen import FrozenEncoder, HeadBuilder, HeadNet
 from fewer.runs.experiment import build_experiment, parse_settings
 from fewer.runs.inference import predict
 from fewer.runs.machines import ClientDaemon, _describe_session
@@ -136,6 +136,32 @@ def test_a_remote_client_keeps_the_features_of_its_own_data_in_its_folder(tmp_pa
     description["data_info"]["frozen"] = "0" * 16
     with pytest.raises(fewer.DataError, match="frozen weights of the model differ"):
         daemon._build_experiment(description["settings"], description["data_info"])
+
+
+class CountedNet(EncoderHead):
+    """A net that counts how often it is built."""
+
+    built = 0
+
+    def __init__(self) -> None:
+        type(self).built += 1
+        super().__init__(nn.Flatten(), 64, 10)
+
+
+def test_the_encoder_is_not_built_for_every_client(digits: ArrayData) -> None:
+    fewer.run(METHOD.model_copy(update={"rounds": 1}), digits, model=CountedNet, freeze="encoder")
+    once = CountedNet.built
+    fewer.run(METHOD.model_copy(update={"rounds": 3}), digits, model=CountedNet, freeze="encoder")
+    assert CountedNet.built == 2 * once
+
+
+def test_heads_draw_new_weights_or_are_built_with_the_whole_net() -> None:
+    linear = HeadBuilder(make_net, nn.Sequential(nn.Linear(5, 10), nn.ReLU()))
+    torch.manual_seed(0)
+    first, second = linear(), linear()
+    assert not torch.equal(first.head[0].weight, second.head[0].weight)  # type: ignore[index]
+    scale = nn.ParameterList([torch.ones(1)])  # it cannot draw new weights
+    assert isinstance(HeadBuilder(make_net, nn.Sequential(nn.Linear(5, 10), scale))().head, nn.Linear)
 
 
 def test_errors_say_what_to_do(digits: ArrayData) -> None:

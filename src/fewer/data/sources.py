@@ -85,6 +85,8 @@ LAYOUT_OPTIONS = (
     "features",
     "ignore",
     "categorical",
+    "config",
+    "download",
 )
 """Options that describe one file, drop or sort its samples, or that the columns of a schema replace."""
 
@@ -227,7 +229,7 @@ def _read_source(
     if colon:
         if format not in FORMATS:
             raise unknown_name("data format", format, FORMATS)
-        return _read_files(format, _find_path(path, data_dir), options, schema, keep_unlabeled)
+        return _read_files(format, _find_or_fetch(format, path, data_dir, options), options, schema, keep_unlabeled)
     if name in EMBEDDED:
         _check_options(EMBEDDED[name], options, name)
         return EMBEDDED[name](**options)
@@ -420,6 +422,18 @@ def find_files(name: str, data_dir: str | Path | None) -> None:
     _, colon, path = name.partition(":")
     if colon or name in FILES:
         _find_path(path if colon else FILES[name].path, data_dir)
+
+
+def _find_or_fetch(format: str, path: str, data_dir: str | Path | None, options: Mapping[str, Any]) -> Path:
+    """Finds a path. With the option `download`, the reader may fetch it instead."""
+    try:
+        return _find_path(path, data_dir)
+    except DataError as error:
+        if "download" not in inspect.signature(FORMATS[format]).parameters:
+            raise
+        if not options.get("download"):
+            raise DataError(f"{error}; --data-option download=true fetches {format}:{path}") from None
+        return Path(path)
 
 
 def _find_path(path: str, data_dir: str | Path | None) -> Path:

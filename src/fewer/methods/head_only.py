@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import PositiveInt
@@ -17,8 +17,16 @@ from torch import Tensor, nn
 
 from fewer.errors import QuorumLost, SettingError
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
+from fewer.learning.protect import ClassSums
 from fewer.learning.prototypes import class_prototypes
 from fewer.methods import MAX_SAMPLES, Client, Context, Method, Needs, State
+from fewer.methods.private_prototypes import (
+    add_class_sums,
+    class_sums_schema,
+    private_prototypes,
+    send_class_sums,
+    to_prototypes,
+)
 from fewer.models import Task, Weights
 from fewer.models.split import feature_width, split_net
 from fewer.runtime import Absent, Answer, Clients, on_client
@@ -59,6 +67,9 @@ class HeadOnly(Method[HeadState]):
     """The base of these methods: what a client sends, and the head that follows from it."""
 
     needs: ClassVar[Needs] = "classes"
+    answers_once: ClassVar[bool] = True
+    class_sums: ClassVar[Literal["", "joint", "by client"]] = ""
+    """The noisy class sums from which the head follows, under differential privacy: none, joint ones, or by client."""
 
     rounds: PositiveInt = 1
     """Number of rounds. One is enough if all clients answer."""
@@ -93,13 +104,16 @@ class HeadOnly(Method[HeadState]):
             return state
         count = len(waiting) if self.cohort is None else min(self.cohort, len(waiting))
         cohort = waiting if count == len(waiting) else clients.sample(count, among=waiting)
-        answers = self.ask_statistics(clients, cohort, self.send_statistics, state.head)
-        if not answers and not state.statistics:
+        if clients.privacy and (self.class_sums == "joint" or (self.class_sums and clients.protects_records)):
+            parts, new = self.ask_protected(clients, cohort, state.head)
+        else:
+            answers = self.ask_statistics(clients, cohort, self.send_statistics, state.head)
+            parts, new = list(answers.values()), list(answers)
+        if not parts and not state.statistics:
             raise QuorumLost(f"round {clients.round}: no client sent valid statistics")
-        parts = [state.statistics] if state.statistics else []
-        statistics = self.merge([*parts, *answers.values()])
+        statistics = self.merge([*([state.statistics] if state.statistics else []), *parts])
         head = write_head(state.head, self.fit_head(statistics, state.head, clients), UNSEEN_BIAS)
-        return HeadState(head, statistics, sorted([*answered, *answers]))
+        return HeadState(head, statistics, sorted([*answered, *new]))
 
     def ask_statistics(
         self, clients: Clients, cohort: Sequence[int], handler: Callable[..., Any], head: Weights
@@ -114,6 +128,27 @@ class HeadOnly(Method[HeadState]):
             else:
                 clients.on_absent(Absent(answer.client, "refused", "invalid classes or counts"), handler.__name__)
         return valid
+
+    def ask_protected(self, clients: Clients, cohort: Sequence[int], head: Weights) -> tuple[list[Weights], list[int]]:
+        """Class means under differential privacy, joint or by client, and the clients that answered."""
+        classes, width = head[HEAD_WEIGHT].shape
+        if clients.protects_records:
+            answers = clients.ask(cohort, self.send_class_sums, returns=class_sums_schema(classes, width))
+            if self.class_sums == "by client":
+                released = [ClassSums(*(answer[name] for name in ClassSums._fields)) for answer in answers]
+            else:
+                released = [add_class_sums(answers)]
+            parts = [to_prototypes(sums) for sums in released]
+        else:
+            answers = clients.ask(cohort, self.send_statistics, returns=self.statistics_schema(width, classes))
+            parts = [private_prototypes(answers, classes, width)]
+        return [part._asdict() for part in parts if len(part.classes)], [answer.client for answer in answers]
+
+    @on_client
+    def send_class_sums(self, client: Client) -> dict[str, Any]:
+        """Noisy sums of the features of the client's training samples by class, and noisy counts."""
+        encoder = split_net(client.net(client.initial_weights()))[0].eval()
+        return send_class_sums(client, encoder)
 
     @on_client
     def send_statistics(self, client: Client) -> dict[str, Any]:

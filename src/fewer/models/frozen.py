@@ -6,11 +6,12 @@ know about the encoder.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,28 @@ class HeadNet(nn.Module):
         """Class scores of a batch of features."""
         scores: Tensor = self.head(x)
         return scores
+
+
+@dataclass(frozen=True, eq=False)
+class HeadBuilder:
+    """Builds heads with random weights. It avoids to build the encoder, which may be large and read from a file."""
+
+    build_net: Callable[[], nn.Module]
+    """Builds the whole net."""
+    template: nn.Module
+    """A head."""
+
+    def __call__(self) -> HeadNet:
+        """A new head. If a layer cannot draw new weights, the whole net is built for it."""
+        layers = [module for module in self.template.modules() if module._parameters or module._buffers]
+        if not all(hasattr(layer, "reset_parameters") for layer in layers):
+            return HeadNet(split_net(self.build_net())[1])
+        head = copy.deepcopy(self.template)
+        for layer in head.modules():
+            reset: Any = getattr(layer, "reset_parameters", None)
+            if reset is not None:
+                reset()
+        return HeadNet(head)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,13 +123,9 @@ def freeze_encoder(task: Task, seed: int, folder: Path | None = None) -> tuple[T
     module = split_net(net)[0].eval().requires_grad_(False)
     width = feature_width(task, net)
     pretrained = task.pretrained and {name: t for name, t in task.pretrained.items() if name.startswith(HEAD)}
-    build_net = partial(_build_head, task.build_net)
+    build_net = HeadBuilder(task.build_net, split_net(net)[1])
     encoder = FrozenEncoder(module, task.device, folder)
     return replace(task, shape=(width,), build_net=build_net, pretrained=pretrained, encoder=module), encoder
-
-
-def _build_head(build_net: Callable[[], nn.Module]) -> HeadNet:
-    return HeadNet(split_net(build_net())[1])
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -60,6 +60,8 @@ def test_truncated_archives_are_refused(tmp_path: Path, keep: float) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_missing_corrupt_and_empty_paths_are_refused(tmp_path: Path, name: str) -> None:
+    if name == "hf":
+        pytest.importorskip("datasets")
     check_refused(name, tmp_path / "missing", "does not exist")
     check_refused(name, write(tmp_path / "rubbish.txt", RNG.bytes(1000)), "rubbish")
     (tmp_path / "empty").mkdir()

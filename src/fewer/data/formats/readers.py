@@ -40,7 +40,7 @@ def reader(description: str) -> Callable[[Reader[P]], Reader[P]]:
                     raise unknown_name("option", name, allowed)
             path = Path(path)
             try:
-                if not path.exists():
+                if not path.exists() and not options.get("download"):
                     raise DataError(f"{path} does not exist (expected: {description})")
                 raw = read(path, *args, **options)
                 _check_dataset(raw, path, labels_optional=options.get("schema") is not None)

@@ -1,0 +1,48 @@
+"""Tiny models of transformers with random weights, saved as their directories are. Nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+WORDS = ("good", "fine", "bad", "poor", "film", "##s", "the")
+
+
+def save_tiny_text_model(folder: Path, words: tuple[str, ...] = WORDS, width: int = 16) -> Path:
+    """Saves a small BERT and its tokenizer for these words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+    vocabulary = {word: index for index, word in enumerate((*special, *words))}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")]
+    )
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": width, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 2 * width}
+    config = BertConfig(vocab_size=len(vocabulary), max_position_embeddings=40, **sizes)
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def save_tiny_vision_model(folder: Path) -> Path:
+    """Saves a small vision transformer for images of 8 × 8 pixels."""
+    from transformers import ViTConfig, ViTModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    ViTModel(ViTConfig(image_size=8, patch_size=4, **sizes)).save_pretrained(folder)
+    declared = {
+        "image_mean": [0.25, 0.5, 0.75],
+        "image_std": [0.5] * 3,
+        "size": {"height": 8, "width": 8},
+        "resample": 3,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(declared))
+    return folder
