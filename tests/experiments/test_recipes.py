@@ -22,7 +22,7 @@ from fewer.methods import find
 from fewer.report.style import assign_styles
 from fewer.report.tables import plot_recipe
 from fewer.runs.experiment import make_method, parse_settings
-from fewer.statistics import interval
+from fewer.statistics import format_number, interval
 from tests.helpers import call
 
 
@@ -166,6 +166,38 @@ def test_a_recipe_can_average_over_clients_and_change_settings_of_a_row(tmp_path
     assert "Mean accuracy over clients" in recipes.render_markdown(plan, [given, tuned], "", False)
     other = tmp_path / "runs/alpha-0.5/fedprox-tuned-seed0/settings.json"
     assert json.loads(other.read_text())["settings"]["validation"] == 0 and len(tuned.ours.trials) == 2
+
+
+def test_a_row_can_run_in_some_columns_only(tmp_path: Path) -> None:
+    text = RECIPE.replace("seeds = 2\ntrials = 4\n", 'seeds = 1\ntrials = 2\nrivals = ["FedAvg, given"]\n')
+    text = text.replace("paper = [12.5]\n", 'columns = ["α = 5"]\n')
+    file = tmp_path / "small.toml"
+    file.write_text(text)
+    plan, cells = recipes.reproduce(str(file), tmp_path / "runs")
+    assert [(cell.row, cell.column) for cell in cells] == [
+        ("FedProx, tuned", "α = 0.5"),
+        ("FedAvg, given", "α = 5"),
+        ("FedProx, tuned", "α = 5"),
+    ]
+    tuned, given, _ = cells
+    page = recipes.render_markdown(plan, cells, "", False)
+    assert f"| FedAvg, given | – | {given.format_accuracy()} |\n" in page  # costs are in a table of their own
+    assert f"| FedAvg, given | α = 5 | {format_number(given.ours.mb_up)} |" in page
+    assert "| FedProx, tuned | α = 0.5 | – |\n" in page  # its rival did not run there
+    assert f"{tuned.format_accuracy()} | {cells[2].format_accuracy()} |\n" in page
+    file.write_text(text.replace('["α = 5"]', '["α = 6"]'))
+    with pytest.raises(SettingError, match="unknown column .α = 6., did you mean .α = 5"):
+        recipes.reproduce(str(file), tmp_path / "runs")
+
+
+def test_a_slow_row_may_have_fewer_seeds(tmp_path: Path) -> None:
+    text = RECIPE.replace('[[column]]\nname = "α = 5"\nalpha = 5.0\n', "").replace("tune = true", "seeds = 1")
+    file = tmp_path / "small.toml"
+    file.write_text(text)
+    plan, (full, slow) = recipes.reproduce(str(file), tmp_path / "runs")
+    assert full.ours.seeds == [0, 1] and slow.ours.seeds == [0]
+    page = recipes.render_markdown(plan, [full, slow], "", False)
+    assert "Rows with fewer seeds, because they are slow: FedProx, tuned 1." in page
 
 
 def make_row(method: str, curves: list[list[float]], first: int = 1) -> Row:

@@ -13,12 +13,23 @@ import pytest
 
 from fewer import FedAvg, FedProx
 from fewer.data import Data
-from fewer.errors import RunError, SettingError
-from fewer.experiments.tune import Point, Trial, coordinate_search, settings_at_edge, tune_experiment
+from fewer.errors import QuorumLost, RunError, SettingError
+from fewer.experiments.compare import SeedRunner
+from fewer.experiments.tune import (
+    Point,
+    Trial,
+    choose_next_best,
+    coordinate_search,
+    settings_at_edge,
+    tune_experiment,
+)
 from fewer.methods import SearchSpace
 from fewer.methods.frl import FRL
 from fewer.methods.metafed import MetaFed
-from fewer.runs.experiment import build_experiment, parse_settings
+from fewer.runs.engine import run_experiment
+from fewer.runs.experiment import Experiment, build_experiment, parse_settings
+from fewer.runs.result import Result
+from fewer.runs.settings import Settings
 from tests.methods.frl_harness import GROUPS, load_digits
 
 
@@ -158,3 +169,34 @@ def test_trials_of_another_task_are_not_reused(digits: Data, tmp_path: Path) -> 
     file.write_text("{")
     with pytest.raises(RunError, match="is damaged"):
         tune_experiment(experiment, 4, file)
+
+
+def test_settings_that_diverge_with_a_seed_give_way_to_the_next_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[tuple[int, float]] = []
+
+    def diverge_at_the_best_lr(experiment: Experiment, *arguments: Any, **keys: Any) -> Result:
+        tried.append((experiment.settings.seed, experiment.method.lr))  # type: ignore[attr-defined]
+        result = run_experiment(experiment, *arguments, **keys)
+        if tried[-1] == (1, tried[0][1]):
+            raise QuorumLost("round 2: 0 of 3 clients answered")
+        return result
+
+    monkeypatch.setattr(sys.modules[SeedRunner.__module__], "run_experiment", diverge_at_the_best_lr)
+    settings = Settings(data="digits", clients=3, rounds=1, method="fedavg")
+    for _ in range(2):  # the second time, all runs are finished, and the trials file remembers the choice
+        runner = SeedRunner(2, 3, tmp_path)
+        row = runner.run(settings, "fedavg")
+        ranked = sorted(row.trials, key=lambda trial: -(trial.accuracy or 0.0))
+        assert [trial.diverged_later for trial in ranked] == [True, False, False]
+        best, second = ranked[0].settings["lr"], ranked[1].settings["lr"]
+        assert row.settings["lr"] == second
+        assert tried == [(0, best), (1, best), (0, second), (1, second)]
+        assert runner.paths == [tmp_path / "fedavg-seed0", tmp_path / "fedavg-seed1"]
+
+
+def test_a_method_that_diverges_with_all_settings_is_an_error(digits: Data) -> None:
+    experiment = build_experiment(parse_settings({"method": "fedavg", "rounds": 1}), data=digits)
+    with pytest.raises(RunError, match="fedavg diverged with all settings"):
+        choose_next_best(experiment, [Trial({"lr": experiment.method.lr}, 0.5)])  # type: ignore[attr-defined]

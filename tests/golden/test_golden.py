@@ -75,6 +75,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fedavg-head": {},
     "fedmk": {"method_options": CONDENSE},
     "fedmk-paper": {"method_options": {"per_class": 2, "outer_steps": 3, "server_steps": 10, **ONE_INNER_STEP}},
+    "dp-fedmk": {
+        "cohort": 2,
+        "method_options": {"per_class": 2, "nets": 2, "matching_steps": 5, "server_steps": 10},
+    },
     "fedmk-avg": {"rounds": 3, "method_options": {**CONDENSE, "local_steps": 5}},
     **dict.fromkeys(("fedmeta", "fedavg-meta", "reptile", "per-fedavg", "alone"), NEW_CLIENTS),
     "frl": GROUPS,

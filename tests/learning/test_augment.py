@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from fewer.learning.augment import MAX_ROTATION, MAX_SCALE, MAX_SHIFT, apply_affine, cut_tiles, draw_affine, random_crop
+from fewer.learning.augment import (
+    MAX_ROTATION,
+    MAX_SCALE,
+    MAX_SHIFT,
+    apply_affine,
+    cut_tiles,
+    draw_affine,
+    join_tiles,
+    random_crop,
+)
 from fewer.runtime import stream
 
 
@@ -53,6 +62,19 @@ def test_random_crops_are_windows_of_the_padded_image() -> None:
     counts = {place: int(matches.sum()) for place, matches in windows.items()}
     assert sum(counts.values()) == 300 and min(counts.values()) > 0  # every image has one window, and all occur
     assert torch.equal(random_crop(images, 2, -1.0, stream("crop")), crops)
+
+
+def test_joined_tiles_are_small_images_in_the_order_of_cut_tiles() -> None:
+    images = torch.arange(8.0)[:, None, None, None] + torch.zeros(8, 2, 4, 6)  # image i has the value i everywhere
+    images[3, 1, :2, :2] = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
+    joined = join_tiles(images, 2)
+    assert joined.shape == (2, 2, 4, 6)
+    corners = joined[:, 0, ::2, ::3]
+    assert corners.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert joined[0, 1, 2, 3] == 3.0 and joined[0, 1, 3, 3] == 3.0  # the mean of 1, 2, 3 and 6, and of four 3s
+    plain = torch.arange(8.0)[:, None, None, None] + torch.zeros(8, 1, 4, 4)
+    assert torch.equal(cut_tiles(join_tiles(plain, 2), 2), plain)
+    assert join_tiles(images, 1) is images
 
 
 def test_tiles_are_parts_of_the_image_at_full_size() -> None:

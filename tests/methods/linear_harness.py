@@ -45,9 +45,11 @@ def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
     return from_clients(pairs, test=TEST)
 
 
-def client_batches(method: LocalTraining, client: int, round: int) -> list[Batch]:
+def client_batches(
+    method: LocalTraining, client: int, round: int, pairs: Sequence[tuple[Any, Any]] = PAIRS
+) -> list[Batch]:
     """The batches of a client in a round, drawn from the stream of (seed, round, client)."""
-    x, y = PAIRS[client]
+    x, y = pairs[client]
     indices = torch.randint(
         len(y), (method.local_steps, method.batch_size), generator=stream(SEED, round, client, "batches")
     )

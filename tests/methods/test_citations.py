@@ -11,7 +11,7 @@ from fewer.methods.citations import cite, read_papers
 from fewer.registry import METHODS
 from tests.helpers import call
 
-WITHOUT_PAPER = {"centralized", "fedmk-avg", "local"}
+WITHOUT_PAPER = {"centralized", "dp-fedmk", "fedmk-avg", "local"}
 
 
 def field(entry: str, name: str) -> str:

@@ -45,6 +45,7 @@ EXACT = {
     **{name: {SCORE} for name in ("fedncm", "fedcof", "fed3r", "fedpft", "fedavg-head")},
     "fedgen": {SCORE, ("train_with_generator", "class_weights")},
     "fedmk": {SCORE, ("condense", "model")},
+    "dp-fedmk": {SCORE, ("send_statistics", "counts")},
     "fedmk-paper": {SCORE, ("condense", "model")},
     "fedmk-avg": {SCORE, ("condense", "model"), ("local_train", "model")},
     **{name: {ANSWER_QUERIES} for name in ("fedavg-meta", "reptile", "per-fedavg", "alone")},

@@ -192,6 +192,13 @@ def test_neighbors_vote_by_distance() -> None:
     closer = net(torch.tensor([[0.1]])).exp().detach().numpy()[0]
     weights = np.exp([-0.1, -0.9]) / np.exp([-0.1, -0.9]).sum()
     assert np.allclose(closer, 0.4 * weights + 0.6 * np.array([0.25, 0.75]), atol=1e-6)
+    # Distances are relative to the square root of the number of features.
+    wide_head = nn.Linear(4, 2)
+    with torch.no_grad():
+        wide_head.weight.zero_()
+        wide_head.bias.copy_(head.bias)
+    wide = NearestNeighbors(nn.Identity(), wide_head, features.repeat(1, 4), labels, weight=0.4, neighbors=2)
+    assert np.allclose(wide(torch.full((1, 4), 0.1)).exp().detach().numpy()[0], closer, atol=1e-6)
 
 
 def test_knn_per_sends_what_fedavg_sends(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def make_clients(method: FedMK, folder: Path, round: int) -> Inline:
 
 
 def test_the_first_round_is_fedmks(tmp_path: Path) -> None:
-    hybrid, fedmk = FedMKAvg(cohort=3, **QUICK), FedMK(cohort=3, **SMALL)
+    hybrid, fedmk = FedMKAvg(cohort=3, **QUICK), FedMK(cohort=3, start="class", **SMALL)
     states = [
         method.round(method.init(make_task(), SEED), make_clients(method, tmp_path / method.name, 1))
         for method in (hybrid, fedmk)
@@ -91,7 +91,7 @@ def test_local_training_is_sgd_with_a_cosine(augment: bool, mixed: int, tmp_path
     assert all(torch.allclose(answer[name], tensor, atol=1e-6) for name, tensor in get_weights(net).items())
 
 
-def test_clients_receive_all_condensed_images_only_to_mix_them(tmp_path: Path) -> None:
+def test_clients_receive_a_few_condensed_images_of_each_class_only_to_mix_them(tmp_path: Path) -> None:
     sent: dict[int, list[tuple[Tensor, Tensor]]] = {0: [], 2: []}
 
     class Spy(FedMKAvg):
@@ -102,15 +102,21 @@ def test_clients_receive_all_condensed_images_only_to_mix_them(tmp_path: Path) -
         local_train.__side__ = "client"  # type: ignore[attr-defined]
 
     for mixed in (0, 2):
-        method = Spy(cohort=4, mixed_images=mixed, codec="float32", **QUICK)
+        method = Spy(cohort=4, mixed_images=mixed, mixed_per_class=5, codec="float32", **QUICK)
         state = method.round(method.init(make_task(), SEED), make_clients(method, tmp_path / str(mixed), 1))
         method.round(state, make_clients(method, tmp_path / str(mixed), 2))
     assert [len(images) for images, _ in sent[0]] == [0] * 4
-    held = 2 * sum(count > 0 for counts in COUNTS for count in counts)
-    assert [len(images) for images, _ in sent[2]] == [held] * 4
-    parts = [(images, int(label)) for d_hat in state.knowledge.values() for label, images in d_hat.items()]
-    assert torch.equal(sent[2][0][0], torch.cat([images for images, _ in parts]))
-    assert sent[2][0][1].tolist() == [label for images, label in parts for _ in images]
+    images, labels = sent[2][0]
+    assert all(torch.equal(images, other) for other, _ in sent[2][1:])  # the same for all clients of a round
+    assert torch.bincount(labels).tolist() == [5, 4, 5]  # two clients hold class 1, and sent two images each
+    known = {
+        (int(label), image.numpy().tobytes())
+        for d_hat in state.knowledge.values()
+        for label, kept in d_hat.items()
+        for image in kept
+    }
+    drawn = {(int(label), image.numpy().tobytes()) for image, label in zip(images, labels, strict=True)}
+    assert len(drawn) == 14 and drawn <= known
 
 
 def test_replay_trains_the_mean_on_the_condensed_images(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.data import from_clients
-from fewer.learning.augment import apply_affine, draw_affine
+from fewer.learning.augment import apply_affine, cut_tiles, draw_affine
 from fewer.methods.context import Client, ContextFactory
 from fewer.methods.fedmk import FedMK, FedMKState, class_balance
 from fewer.runtime import Unable, stream
@@ -195,19 +195,35 @@ def test_inner_steps_use_each_image_once_per_epoch_in_random_order() -> None:
 
 
 def test_d_starts_from_uniform_noise(tmp_path: Path) -> None:
-    labels = torch.zeros(200, dtype=torch.long)
-    images = FedMK().initial_images(make_client(tmp_path, 0), labels, {})
+    labels, client = torch.zeros(200, dtype=torch.long), make_client(tmp_path, 0)
+    images = FedMK().initial_images(client, labels, {}, client.train)
     assert -1 <= images.min() < -0.99
     assert 0.99 < images.max() <= 1
     assert images.std() == pytest.approx(1 / math.sqrt(3), rel=0.02)
 
 
+def test_d_starts_from_noise_with_the_mean_and_covariance_of_the_class(tmp_path: Path) -> None:
+    client = make_client(tmp_path, 0)  # holds the classes 0 and 2
+    method = FedMK(start="class", per_class=20_000)
+    labels = torch.tensor([0, 1, 2]).repeat_interleave(20_000)
+    images = method.initial_images(client, labels, {}, client.train)
+    x, y = client.train.all()
+    for label in (0, 2):
+        drawn, real = images[labels == label].flatten(1), x[y == label].flatten(1)
+        assert torch.allclose(drawn.mean(0), real.mean(0), atol=0.05)
+        assert torch.allclose(drawn.T.cov(correction=0), real.T.cov(correction=0), atol=0.1)
+    assert images[labels == 1].abs().max() <= 1  # nothing is known about other classes
+    tiled = FedMK(start="class", per_class=20_000, tiles=2).initial_images(client, labels, {}, client.train)
+    small = cut_tiles(tiled[labels == 0][:5000], 2)
+    assert torch.allclose(small.mean(), x[y == 0].mean(), atol=0.05)
+
+
 def test_d_starts_from_shared_images_by_class_and_noise_otherwise(tmp_path: Path) -> None:
-    labels = torch.tensor([0, 0, 2, 2])
+    labels, client = torch.tensor([0, 0, 2, 2]), make_client(tmp_path, 0)
     shared = {"0": torch.full((1, *SHAPE), 7.0), "1": torch.full((2, *SHAPE), 8.0), "2": torch.full((3, *SHAPE), 9.0)}
-    images = FedMK(init_from="shared").initial_images(make_client(tmp_path, 0), labels, shared)
+    images = FedMK(init_from="shared").initial_images(client, labels, shared, client.train)
     assert [float(image.max()) if image.std() == 0 else None for image in images] == [7.0, None, 9.0, 9.0]
-    noise = FedMK(init_from="noise").initial_images(make_client(tmp_path, 0), labels, {})
+    noise = FedMK(init_from="noise").initial_images(client, labels, {}, client.train)
     assert noise.abs().max() <= 1
 
 

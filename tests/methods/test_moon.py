@@ -27,29 +27,37 @@ def make_net() -> EncoderHead:
 
 
 def test_the_second_round_minimizes_the_contrastive_loss() -> None:
+    """With two clients, so that the global model differs from a client's last one."""
     method = MOON(rounds=2, mu=2.0, temperature=0.4, **LOCAL)
-    trained = fewer.run(method, federation(PAIRS[:1]), model=make_net(), seed=SEED).state.model
-    x_all, y_all = (torch.as_tensor(part) for part in PAIRS[0])
-    net, previous = make_net(), None
+    trained = fewer.run(method, federation(PAIRS[:2]), model=make_net(), seed=SEED).state.model
+    start = {name: tensor.clone() for name, tensor in make_net().state_dict().items()}
+    previous: dict[int, dict[str, Tensor]] = {}
+    sizes = [len(y) for _, y in PAIRS[:2]]
     for round in (1, 2):
-        start = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-        rows = torch.randint(len(y_all), (2, 2), generator=stream(SEED, round, 0, "batches"))
-        for row in rows:
-            x, y = x_all[row], y_all[row]
-            loss = F.cross_entropy(net(x), y)
-            if previous is not None:
-                z, z_glob, z_prev = net.encoder(x), encode(start, x), encode(previous, x)
-                positive = torch.exp(torch.cosine_similarity(z, z_glob) / 0.4)
-                negative = torch.exp(torch.cosine_similarity(z, z_prev) / 0.4)
-                loss = loss - 2.0 * torch.log(positive / (positive + negative)).mean()
-            gradients = torch.autograd.grad(loss, list(net.parameters()))
-            with torch.no_grad():
-                for parameter, gradient in zip(net.parameters(), gradients, strict=True):
-                    parameter.sub_(0.3 * gradient)
-        previous = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-        # one client only: the global model is its model, so z_glob = z_prev at the start of round 2
-    for name, tensor in net.state_dict().items():
-        assert torch.allclose(trained[name], tensor, atol=1e-5), name
+        for client, pair in enumerate(PAIRS[:2]):
+            last, net = previous.get(client), make_net()
+            net.load_state_dict(start)
+            x_all, y_all = (torch.as_tensor(part) for part in pair)
+            rows = torch.randint(len(y_all), (2, 2), generator=stream(SEED, round, client, "batches"))
+            for row in rows:
+                x, y = x_all[row], y_all[row]
+                loss = F.cross_entropy(net(x), y)
+                if last is not None:
+                    z, z_glob, z_prev = net.encoder(x), encode(start, x), encode(last, x)
+                    positive = torch.exp(torch.cosine_similarity(z, z_glob) / 0.4)
+                    negative = torch.exp(torch.cosine_similarity(z, z_prev) / 0.4)
+                    loss = loss - 2.0 * torch.log(positive / (positive + negative)).mean()
+                gradients = torch.autograd.grad(loss, list(net.parameters()))
+                with torch.no_grad():
+                    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+                        parameter.sub_(0.3 * gradient)
+            previous[client] = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+        start = {
+            name: sum((size / sum(sizes) * previous[k][name] for k, size in enumerate(sizes)), torch.zeros(()))
+            for name in start
+        }
+    for name, tensor in start.items():
+        assert torch.allclose(trained[name], tensor, atol=1e-6), name
 
 
 def encode(weights: dict[str, Tensor], x: Tensor) -> Tensor:

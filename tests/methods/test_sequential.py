@@ -20,12 +20,13 @@ LOCAL: dict[str, Any] = {"local_steps": 3, "batch_size": 2, "lr": 0.3}
 
 
 def test_each_client_trains_the_mean_of_its_neighborhood(tmp_path: Path) -> None:
+    pairs = [*PAIRS, *PAIRS[:2]]  # in a ring of five, some clients are no neighbors
     method = DPSGDRing(rounds=3, **LOCAL)
-    result = fewer.run(method, federation(), model=linear(), seed=SEED, out=tmp_path / "run")
-    models = [WEIGHT] * 3
+    result = fewer.run(method, federation(pairs), model=linear(), seed=SEED, out=tmp_path / "run")
+    models = [WEIGHT] * 5
     for round in (1, 2, 3):
-        means = [(models[i - 1] + models[i] + models[(i + 1) % 3]) / 3 for i in range(3)]
-        models = [run_sgd(mean, client_batches(method, client, round), 0.3) for client, mean in enumerate(means)]
+        means = [(models[i - 1] + models[i] + models[(i + 1) % 5]) / 3 for i in range(5)]
+        models = [run_sgd(mean, client_batches(method, k, round, pairs), 0.3) for k, mean in enumerate(means)]
     for client, model in enumerate(models):
         assert is_close(result.personal_model(client).state_dict()["weight"], model)
     assert is_close(result.state.models["weight"], np.stack(models))

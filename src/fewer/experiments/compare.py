@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fewer.data import Data
-from fewer.errors import RunError, SettingError
-from fewer.experiments.tune import TRIALS, Trial, pooled_value, tune_experiment
+from fewer.errors import QuorumLost, RunError, SettingError
+from fewer.experiments.tune import TRIALS, Trial, choose_next_best, pooled_value, tune_experiment
 from fewer.methods import Method, find
 from fewer.runs import trackers
 from fewer.runs.callbacks import Callback, Label, check_callbacks
@@ -197,7 +198,7 @@ def compare(
     objects = {"model": model, "loss": settings.get("loss"), "metrics": settings.get("metrics")}
     own = {name: value for name, value in objects.items() if name in first.objects}
     own_data, folder = data if isinstance(data, Data) else None, None if out is None else Path(out)
-    with show_progress(progress, callbacks) as callbacks:
+    with show_progress(progress, callbacks, many=True) as callbacks:
         runner = SeedRunner(seeds, trials, folder, callbacks, track=track, data=own_data, objects=own)
         runner.total = len(methods) * seeds
         entries = zip(experiments, labels, given_methods, strict=True)
@@ -297,23 +298,44 @@ class SeedRunner:
         """Runs all seeds of one method; `method` is the object, if it was given as one. `tuned` may list options."""
         experiment, done = self.experiment(settings, method), list[Trial]()
         stem = "".join(c if c.isalnum() or c in "-._=" else "-" for c in label)
+        file = self.out and self.out / f"{stem}-trials.json"
         if self.trials and tuned:
-            file = self.out and self.out / f"{stem}-trials.json"
             how: dict[str, Any] = {"label": f"{self.title} {label}".strip(), "measure": self.measure}
             how["options"] = None if isinstance(tuned, bool) else tuned
             experiment, done = tune_experiment(experiment, self.trials, file, self.callbacks, **how)
-        tuned_method = None if method is None else experiment.method
-        results = []
-        for seed in range(settings.seed, settings.seed + self.seeds):
-            changed = {"seed": seed} | ({"count_flops": seed == settings.seed} if self.count_flops else {})
-            seeded = self.experiment(experiment.settings.model_copy(update=changed), tuned_method)
+        while True:
+            started, tuned_method = self._started, None if method is None else experiment.method
+            try:
+                results = self._run_seeds(experiment, label, stem, tuned_method)
+            except QuorumLost:  # all answers were refused: the weights are no longer finite
+                if not done:
+                    raise
+                experiment, done = choose_next_best(experiment, done, file)
+                self._started = started
+                self._discard_runs(stem)
+                continue
+            return _build_row(experiment, results, [self.measure(result) for result in results], done)
+
+    def _run_seeds(self, experiment: Experiment, label: str, stem: str, method: Method | None) -> list[Result]:
+        """Runs all seeds of an experiment; `method` is its method, if it was given as an object."""
+        results, first = [], experiment.settings.seed
+        for seed in range(first, first + self.seeds):
+            changed = {"seed": seed} | ({"count_flops": seed == first} if self.count_flops else {})
+            seeded = self.experiment(experiment.settings.model_copy(update=changed), method)
             self._started += 1
             number = f"{self._started}/{self.total}" if self.total > 1 else ""
             parts = number, self.title, label, f"seed {seed}" if self.seeds > 1 else ""
-            callbacks = [Label(" ".join(filter(None, parts))), *self.callbacks]
+            run_label = Label(" ".join(filter(None, parts)), f"{self.title} {label}".strip(), self.seeds)
+            callbacks = [run_label, *self.callbacks]
             path = self.out and self.out / f"{stem}-seed{seed}"
-            results.append(self._run_or_resume(seeded, path, callbacks, tuned_method))
-        return _build_row(experiment, results, [self.measure(result) for result in results], done)
+            results.append(self._run_or_resume(seeded, path, callbacks, method))
+        return results
+
+    def _discard_runs(self, stem: str) -> None:
+        """Removes the runs of settings that diverged, because the next best settings take their place."""
+        for path in [path for path in self.paths if path.name.rpartition("-seed")[0] == stem]:
+            shutil.rmtree(path)
+            self.paths.remove(path)
 
     def _run_or_resume(
         self, experiment: Experiment, path: Path | None, callbacks: Sequence[Callback], method: Method | None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import statistics
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +48,15 @@ class RecipeRow(BaseModel):
     """Settings that differ in this row in addition to the method options: the model, data options, …"""
     tune: bool | list[str] = False
     """Tune the options that the method tunes, or only the listed ones."""
+    columns: list[str] = []
+    """The columns in which the row runs; empty means all."""
+    seeds: PositiveInt | None = None
+    """Seeds of this row, if it is too slow for those of the recipe."""
     paper: list[float | None] = []
+
+    def runs_in(self, column: str) -> bool:
+        """Whether the table has this row in a column."""
+        return not self.columns or column in self.columns
 
 
 class RecipeColumn(BaseModel):
@@ -160,6 +167,8 @@ def reproduce(
         changed: dict[str, Any] = {key: recipe.quick[key] for key in _QUICK_FIELDS if key in recipe.quick}
         changed["study"] = {**recipe.study, **changed.get("study", {})}
         recipe = _parse_recipe(name, {**recipe.model_dump(), **changed})
+    for wrong in [column for row in recipe.row for column in row.columns if column not in known]:
+        raise unknown_name("column", wrong, known)
     for wrong in {*recipe.rivals, *([recipe.target] if recipe.target else [])} - {row.name for row in recipe.row}:
         raise unknown_name("target or rival", wrong, [row.name for row in recipe.row])
     if recipe.study:
@@ -174,6 +183,9 @@ def reproduce(
         runner = SeedRunner(recipe.seeds, recipe.trials, folder, callbacks, measure, track, title=column.name)
         runner.count_flops = True
         for row, settings in zip(recipe.row, row_settings(column, recipe, quick), strict=True):
+            if not row.runs_in(column.name):
+                continue
+            runner.seeds = min(row.seeds or recipe.seeds, recipe.seeds)
             ours = runner.run(parse_settings({**settings, **(changes or {})}), slugify(row.name), row.tune)
             cells.append(Cell(row.name, column.name, ours, _paper_value(row, index)))
     if recipe.target is not None:
@@ -189,7 +201,7 @@ def _describe_layout(recipe: Recipe, quick: bool) -> dict[str, Any]:
     """Describes the table: for each folder of runs its row, its column and the paper's value."""
     cells = {}
     for index, column in enumerate(recipe.column):
-        for row in recipe.row:
+        for row in [row for row in recipe.row if row.runs_in(column.name)]:
             cell = {"row": row.name, "column": column.name, "paper": _paper_value(row, index)}
             cells[f"{slugify(column.name)}/{slugify(row.name)}"] = cell
     return {"title": recipe.title, "paper": recipe.paper, "mean": recipe.mean, "quick": quick, "cells": cells}
@@ -311,12 +323,19 @@ def render_markdown(
     accuracy = "Accuracy" if recipe.mean == "samples" else "Mean accuracy over clients, each with its own model,"
     lines += [f"{accuracy} in %, {interval}; the paper's value after the slash.", ""]
     by_row = {row: [cell for cell in cells if cell.row == row] for row in dict.fromkeys(cell.row for cell in cells)}
-    table = [[row, *map(Cell.format_accuracy, group), *_format_costs(group)] for row, group in by_row.items()]
     costs = ["MB up", "MB down", *(["GFLOP", "seconds"] if _counts_flops(cells) else [])]
-    lines += _render_table(["method", *columns, *costs], table)
+    by_column = _costs_by_column(cells)
+    table = [
+        [row, *_format_columns(group, columns, Cell.format_accuracy), *([] if by_column else _format_costs(group))]
+        for row, group in by_row.items()
+    ]
+    lines += _render_table(["method", *columns, *([] if by_column else costs)], table)
+    if by_column:
+        table = [[cell.row, cell.column, *_format_costs([cell])] for cells in by_row.values() for cell in cells]
+        lines += ["", "Cost of a run:", "", *_render_table(["method", "column", *costs], table)]
     if _counts_flops(cells):
         lines += ["", "GFLOP: what all clients of a run spend on training, counted with the first seed."]
-    lines += _render_unseen_clients(by_row, columns)
+    lines += _render_fewer_seeds(by_row) + _render_unseen_clients(by_row, columns)
     for kind, image in (images or {}).items():
         lines += ["", f"![{_ALT_TEXTS[kind]} of each row]({image})"]
     if recipe.by_round:
@@ -339,6 +358,12 @@ def describe_machine() -> str:
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}, Fewer {fewer.__version__}"
     )
+
+
+def _format_columns(cells: Sequence[Cell], columns: Sequence[str], format: Callable[[Cell], str]) -> list[str]:
+    """One text per column; a dash for a column in which the row did not run."""
+    texts = {cell.column: format(cell) for cell in cells}
+    return [texts.get(column, "–") for column in columns]
 
 
 def _render_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -375,7 +400,7 @@ def _render_differences(recipe: Recipe, cells: list[Cell]) -> list[str]:
         title = "Difference to a rival in points, paired by seed: mean and 95 % CI over seeds."
         accuracies = {(cell.row, cell.column): [{"": value} for value in cell.ours.accuracies] for cell in cells}
     rows = [
-        [row, column, *(_format_difference(ours, accuracies[rival, column]) for rival in recipe.rivals)]
+        [row, column, *(_format_difference(ours, accuracies.get((rival, column), ())) for rival in recipe.rivals)]
         for (row, column), ours in accuracies.items()
     ]
     count = sum(text != "–" for row in rows for text in row[2:])
@@ -385,6 +410,8 @@ def _render_differences(recipe: Recipe, cells: list[Cell]) -> list[str]:
 
 def _format_difference(ours: Sequence[Mapping[str, float]], rivals: Sequence[Mapping[str, float]]) -> str:
     """Formats the paired differences; a dash for the rival itself, or if no unit was evaluated in both rows."""
+    if not rivals:
+        return "–"
     seeds = [[a[unit] - b[unit] for unit in a if unit in b] for a, b in zip(ours, rivals, strict=True)]
     if ours is rivals or not all(seeds):
         return "–"
@@ -424,14 +451,32 @@ def _render_rounds(recipe: Recipe, cells: list[Cell]) -> list[str]:
     return lines
 
 
+def _render_fewer_seeds(by_row: Mapping[str, list[Cell]]) -> list[str]:
+    """Says which rows have fewer seeds than the others."""
+    counts = {row: len(cells[0].ours.seeds) for row, cells in by_row.items()}
+    fewer_seeds = [f"{row} {count}" for row, count in counts.items() if count < max(counts.values())]
+    return ["", f"Rows with fewer seeds, because they are slow: {', '.join(fewer_seeds)}."] if fewer_seeds else []
+
+
 def _render_unseen_clients(by_row: Mapping[str, list[Cell]], columns: Sequence[str]) -> list[str]:
     """Renders a table of the accuracy on clients that never trained, if there are any."""
     if not any(cell.ours.unseen_clients for cells in by_row.values() for cell in cells):
         return []
-    table = []
-    for row, cells in by_row.items():
-        table.append([row, *(cell.ours.format_unseen_clients() if cell.ours.unseen_clients else "–" for cell in cells)])
+
+    def format(cell: Cell) -> str:
+        return cell.ours.format_unseen_clients() if cell.ours.unseen_clients else "–"
+
+    table = [[row, *_format_columns(cells, columns, format)] for row, cells in by_row.items()]
     return ["", "Accuracy in % on clients that never trained:", "", *_render_table(["method", *columns], table)]
+
+
+def _costs_by_column(cells: Sequence[Cell]) -> bool:
+    """Whether costs cannot be averaged over columns: a row has other numbers of rounds in some, or does not run."""
+    columns = {cell.column for cell in cells}
+    rounds: dict[str, list[int]] = {}
+    for cell in cells:
+        rounds.setdefault(cell.row, []).append(cell.ours.rounds)
+    return any(len(set(found)) > 1 or len(found) < len(columns) for found in rounds.values())
 
 
 def _counts_flops(cells: Sequence[Cell]) -> bool:
@@ -451,10 +496,11 @@ def _render_trials(tuned: Sequence[Cell]) -> list[str]:
     rows, at_edge = [], []
     for cell in tuned:
         trials = cell.ours.trials
-        values = [trial.accuracy for trial in trials if trial.accuracy is not None]
-        if not values or any(trial.ci95 is None for trial in trials if trial.accuracy is not None):
+        usable = [trial for trial in trials if trial.usable]
+        values = [trial.accuracy or 0.0 for trial in usable]
+        if not values or any(trial.ci95 is None for trial in usable):
             continue
-        best = max(trials, key=lambda trial: -math.inf if trial.accuracy is None else trial.accuracy)
+        best = max(usable, key=lambda trial: trial.accuracy or 0.0)
         others = [format_interval(Interval(value, None), 1) for value in (min(values), statistics.median(values))]
         chosen = format_interval(Interval(best.accuracy or 0.0, best.ci95), 1)
         diverged = len(trials) - len(values)

@@ -40,6 +40,13 @@ class Trial:
     """The primary metric: accuracy, unless the task has no classes. None if training diverged."""
     ci95: float | None = None
     """Half-width of its 95 % confidence interval over the evaluated samples, groups or tasks, if it is known."""
+    diverged_later: bool = False
+    """Whether the settings were the best, and then diverged with one of the seeds."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether the settings have not diverged."""
+        return self.accuracy is not None and not self.diverged_later
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ def tune(
     It takes the arguments of `fewer.run`, and runs exactly `trials` trials. Test data is never used.
     """
     experiment = experiment_from_arguments(method, data, model, settings)
-    with show_progress(progress, callbacks) as callbacks:
+    with show_progress(progress, callbacks, many=True) as callbacks:
         best, done = tune_experiment(experiment, trials, callbacks=callbacks)
     return Tuning(best.method, done, best.metric.name)
 
@@ -118,22 +125,51 @@ def tune_experiment(
     def evaluate(point: Point) -> float:
         if _point_key(point) not in accuracies:
             try:
-                trial_label = Label(f"{label or experiment.method.name} trial {len(done) + 1}/{trials}")
+                name = label or experiment.method.name
+                trial_label = Label(f"{name} trial {len(done) + 1}/{trials}", f"{name}, tuning", trials)
                 result = run_experiment(_apply_point(tuning_experiment, point), None, [trial_label, *callbacks])
                 trial = Trial(point, measure(result), _half_width(result))
             except QuorumLost:  # all answers were refused: the weights are no longer finite
                 trial = Trial(point, None)
             accuracies[_point_key(point)] = trial.accuracy
             done.append(trial)
-            if trials_file:
-                content = {"task": task, "trials": [asdict(trial) for trial in done]}
-                write_durably(trials_file, json.dumps(content).encode())
+            _store_trials(trials_file, task, done)
         accuracy = accuracies[_point_key(point)]
         return -math.inf if accuracy is None else metric.rank(accuracy)
 
     first = {name: float(getattr(experiment.method, name) or grid[0]) for name, grid in search_space.items()}
     best = coordinate_search(evaluate, search_space, first, trials, lambda point: _is_valid(experiment, point))
+    if any(trial.diverged_later for trial in done):
+        return _choose_best(experiment, done), done
     return _apply_point(experiment, best), done
+
+
+def choose_next_best(
+    experiment: Experiment, trials: Sequence[Trial], trials_file: Path | None = None
+) -> tuple[Experiment, list[Trial]]:
+    """Returns the experiment with the next best settings after those of `experiment`, which diverged with a seed.
+
+    The trials file remembers it. Raises RunError if no other settings are left.
+    """
+    diverged = {name: getattr(experiment.method, name) for name in trials[0].settings}
+    trials = [replace(trial, diverged_later=trial.diverged_later or trial.settings == diverged) for trial in trials]
+    if trials_file:
+        _store_trials(trials_file, json.loads(trials_file.read_text())["task"], trials)
+    return _choose_best(experiment, trials), list(trials)
+
+
+def _choose_best(experiment: Experiment, trials: Sequence[Trial]) -> Experiment:
+    usable = [trial for trial in trials if trial.usable]
+    if not usable:
+        raise RunError(f"{experiment.method.name} diverged with all settings that were tried; lower its learning rate")
+    best = max(usable, key=lambda trial: experiment.metric.rank(trial.accuracy or 0.0))
+    return _apply_point(experiment, best.settings)
+
+
+def _store_trials(trials_file: Path | None, task: str, trials: Sequence[Trial]) -> None:
+    if trials_file:
+        content = {"task": task, "trials": [asdict(trial) for trial in trials]}
+        write_durably(trials_file, json.dumps(content).encode())
 
 
 def _half_width(result: Result) -> float | None:

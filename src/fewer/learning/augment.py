@@ -60,3 +60,13 @@ def cut_tiles(images: Tensor, tiles: int) -> Tensor:
     parts = images.view(count, channels, tiles, height // tiles, tiles, width // tiles).permute(0, 2, 4, 1, 3, 5)
     small = parts.reshape(-1, channels, height // tiles, width // tiles)
     return F.interpolate(small, (height, width), mode="bilinear", align_corners=False)
+
+
+def join_tiles(images: Tensor, tiles: int) -> Tensor:
+    """Shrinks images by `tiles` and puts `tiles` × `tiles` of them into one: what `cut_tiles` takes apart."""
+    if tiles == 1:
+        return images
+    small = F.avg_pool2d(images, tiles)
+    channels, height, width = small.shape[1:]
+    parts = small.view(-1, tiles, tiles, channels, height, width).permute(0, 3, 1, 4, 2, 5)
+    return parts.reshape(-1, channels, tiles * height, tiles * width)

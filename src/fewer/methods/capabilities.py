@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 from torch import Tensor, nn
 
 from fewer.data import Data, Samples
-from fewer.methods.context import Server
+from fewer.methods.context import Client, Server
 from fewer.models import Task, Weights
 
 
@@ -71,6 +71,14 @@ class HasSyntheticData(Protocol):
 
     def synthetic_data(self, state: Any) -> dict[int, tuple[Tensor, Tensor]]:
         """Returns the synthetic inputs and labels that each client sent last."""
+
+
+@runtime_checkable
+class SendsStatistics(Protocol):
+    """Its clients send statistics of their features, under an encoder that everyone has."""
+
+    def send_statistics(self, client: Client) -> dict[str, Any]:
+        """Returns what a client sends. Mean features are `means`, one row each, of the classes in `classes`."""
 
 
 class ImageGrid(NamedTuple):

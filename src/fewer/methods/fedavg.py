@@ -15,7 +15,7 @@ Departures:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, cast
+from typing import Any, ClassVar, Generic
 
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
@@ -28,9 +28,10 @@ from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.sgd import GradientHook, Loss
 from fewer.methods import MAX_SAMPLES, Client, Method, ModelState, SearchSpace, StateT
 from fewer.models import Task, Weights, get_weights
+from fewer.privacy import NotCovered
 from fewer.registry import METHODS
 from fewer.runtime import Answers, Clients, Unable, on_client
-from fewer.runtime.clients import HiddenFields
+from fewer.runtime.clients import reveal
 from fewer.wire import Number
 
 
@@ -131,6 +132,8 @@ def average_equally(answers: Answers) -> Weights:
 
 def average_by_size(answers: Answers) -> Weights:
     """Σ_k (n_k / n) w_k, over the clients that answered."""
+    if answers.secure:
+        return answers.secure.mean("model", weight="size")
     if answers.private:  # sizes are private, too
         return average_field(answers, "model")
     return average_field(answers, "model", [answer["size"] for answer in answers])
@@ -139,11 +142,16 @@ def average_by_size(answers: Answers) -> Weights:
 def average_field(answers: Answers, name: str, shares: Sequence[float] | None = None) -> Weights:
     """The mean of one field of the answers, with these shares or equal ones; or what the run makes of it.
 
-    `--aggregate` replaces the mean by a robust rule, `--dp` by the noisy mean of clipped changes. If the clients got a
-    field of this name, they changed it. Otherwise they send a change, such as a gradient.
+    `--aggregate` replaces the mean by a robust rule, `--dp` by the noisy mean of clipped changes. With `--secure-sum`,
+    clients sum up what they keep. If the clients got a field of this name, they changed it. Otherwise they send a
+    change, such as a gradient.
     """
+    if answers.secure:
+        return answers.secure.mean(name)
     if private := answers.private:
-        updates = [cast(HiddenFields, answer.fields).reveal(name) for answer in answers]
+        if private.ledger.settings.level == "record":
+            raise NotCovered(f"dp = record with distributed noise protects only sums of statistics, not '{name}'")
+        updates = [reveal(answer, name) for answer in answers]
         if not updates[0]:  # clients keep their models
             return {}
         start, generator = answers.sent.get(name), private.generator()

@@ -40,6 +40,8 @@ Departures, each a setting (`fedmk-paper` turns all of these off):
 - `inner_batch_size`: inner steps on shuffled batches of D̂, as in the server's training.
 - `keep_images = latest`: the server trains on the latest D̂ of every client, not only of this round's cohort.
 - `init_from = own`: a client continues from its own last D̂, which needs no message.
+- `start = class`: D̂ starts from Gaussian noise with the mean and covariance of the client's samples of a class: each
+  image is a random mixture of all of them. Uniform noise leaves more noise in D̂ after the same number of steps.
 - `min_samples`: a client leaves out classes with fewer samples. On MNIST with 20 images per class, some images came
   nearer to a real one than half the typical distance. All of them were of classes with fewer than 30 samples. This is
   no guarantee: `fewer audit` measures what D̂ reveals.
@@ -57,6 +59,7 @@ fedmk_paper.py lists all departures of `fedmk-paper`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -71,7 +74,7 @@ from fewer.data import Samples
 from fewer.data.episodes import select_classes
 from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer, sgd
-from fewer.learning.augment import apply_affine, cut_tiles, draw_affine
+from fewer.learning.augment import apply_affine, cut_tiles, draw_affine, join_tiles
 from fewer.learning.generator import Generator, GeneratorOutput, build_generator, train_generator
 from fewer.learning.match import PerturbedNets, RandomNets, TrainedNets, match_statistics
 from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, SearchSpace, Server
@@ -119,6 +122,8 @@ class FedMK(Method[FedMKState]):
     """Encoding of D̂ in messages; models are sent exactly."""
     init_from: Literal["noise", "shared", "own"] = "own"
     """Start of D̂ after the first round: noise, the D̂ of a random other client, or the client's own last D̂."""
+    start: Literal["uniform", "class"] = Field(default="uniform", json_schema_extra={"neutral": True})
+    """Noise that D̂ starts from: uniform in [−1, 1], or Gaussian with the mean and covariance of the class."""
     augment: bool = True
     """Whether D̂ is randomly rotated, scaled and shifted whenever a net sees it."""
 
@@ -263,7 +268,7 @@ class FedMK(Method[FedMKState]):
         """Lines 5 to 12: extracts D̂ from the client's samples D, and sends it to the server."""
         samples = self.eligible_samples(client)
         labels = self.hard_labels(samples, client.task.classes)
-        images = self.initial_images(client, labels, shared)  # lines 7 and 8
+        images = self.initial_images(client, labels, shared, samples)  # lines 7 and 8
         matched = client.store.get("matched") or 0
         if self.matching_steps and self.is_matching_round(matched):  # not in the paper
             images = match_statistics(
@@ -323,11 +328,16 @@ class FedMK(Method[FedMKState]):
         included = held if self.labels == "held" else torch.ones_like(held)
         return included.nonzero().squeeze(1).repeat_interleave(self.per_class)
 
-    def initial_images(self, client: Client, labels: Tensor, shared: Knowledge) -> Tensor:
-        """Lines 7 and 8: D̂_ini, by class from the shared or the client's own last D̂; the rest is U[−1, +1]."""
-        images = (
-            2 * torch.rand(len(labels), *client.task.shape, generator=client.stream("images")).to(labels.device) - 1
-        )
+    def initial_images(self, client: Client, labels: Tensor, shared: Knowledge, samples: Samples) -> Tensor:
+        """Lines 7 and 8: D̂_ini, by class from the shared or the client's own last D̂; the rest is noise (`start`)."""
+        stream = client.stream("images")
+        images = 2 * torch.rand(len(labels), *client.task.shape, generator=stream).to(labels.device) - 1
+        if self.start == "class":
+            for label in torch.unique(samples.labels).tolist():
+                x, _ = select_classes(samples, [label]).all()
+                images[labels == label] = join_tiles(
+                    draw_gaussian(x, self.per_class * self.tiles**2, stream), self.tiles
+                )
         source = client.store.get("knowledge") or {} if self.init_from == "own" else shared
         for label, previous in source.items():
             (positions,) = torch.nonzero(labels == int(label), as_tuple=True)
@@ -477,6 +487,13 @@ class FedMK(Method[FedMKState]):
     def image_grids(self, state: FedMKState) -> list[ImageGrid]:
         """D̂ by client and class, and the D̂ of one client by round."""
         return draw_grids(state.knowledge, state.image_history)
+
+
+def draw_gaussian(x: Tensor, count: int, stream: torch.Generator) -> Tensor:
+    """Draws from the Gaussian with the mean and covariance of the samples x: μ + Σᵢ εᵢ (xᵢ − μ) / √n."""
+    weights = torch.randn(count, len(x), generator=stream).to(x) / math.sqrt(len(x))
+    mean = x.mean(0)
+    return mean + (weights @ (x - mean).flatten(1)).view(count, *x.shape[1:])
 
 
 def class_balance(labels: Tensor) -> Tensor:

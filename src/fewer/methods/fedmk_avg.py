@@ -10,8 +10,8 @@ augmented local training are ahead later. This method combines the two. Whether 
 
 Two options keep D̂ in use after round 1. Both are off by default:
 
-- `mixed_images`: every local batch also has images of the D̂ of all clients, against forgetting of classes that a
-  client does not hold. The server sends it all of D̂.
+- `mixed_images`: every local batch also has images of D̂, against forgetting of classes that a client does not hold.
+  The server draws `mixed_per_class` images of each class in each round, from the D̂ of all clients, and sends them.
 - `replay_steps`: after averaging, the server trains the mean on D̂, as in FedMK's rounds.
 
 A learning rate that suits FedAvg from a random model can be too high right after FedMK's round: one client that
@@ -46,6 +46,8 @@ class FedMKAvg(FedMK):
 
     tunable: ClassVar[SearchSpace] = {"lr": (0.03, 0.1, 0.2, 0.3)}
 
+    start: Literal["uniform", "class"] = "class"
+    """Noise that D̂ starts from: uniform in [−1, 1], or Gaussian with the mean and covariance of the class."""
     condense_rounds: PositiveInt = 1
     """Rounds of FedMK; after these, models are averaged."""
     lr: PositiveFloat = 0.1
@@ -59,7 +61,9 @@ class FedMKAvg(FedMK):
     augment_local: bool = True
     """Whether images in local training are randomly rotated, scaled and shifted."""
     mixed_images: NonNegativeInt = 0
-    """Images of D̂ that are added to each local batch; with any, clients receive the D̂ of all clients."""
+    """Images of D̂ that are added to each local batch."""
+    mixed_per_class: PositiveInt = 20
+    """Images of each class that clients receive to mix them, drawn from the D̂ of all clients in each round."""
     replay_steps: NonNegativeInt = 0
     """Server steps on D̂ after each averaging."""
     replay_lr: PositiveFloat = 0.01
@@ -80,7 +84,7 @@ class FedMKAvg(FedMK):
             return super().round(state, clients)
         knowledge = state.knowledge or {0: state.empty}
         images, labels = concatenate_images(knowledge.values())
-        sent = slice(None if self.mixed_images else 0)
+        sent = self.draw_sent_images(labels, clients.stream("mixing"))
         cohort = self.sample_cohort(clients)
         answers = train_models(clients, cohort, self.local_train, state.model, images=images[sent], labels=labels[sent])
         state = replace(state, model=average_by_size(answers))
@@ -92,6 +96,14 @@ class FedMKAvg(FedMK):
         if not result["finite"]:
             self.warn(clients, "training on D̂ diverged, so the mean of the models is kept; lower -o replay_lr")
         return replace(state, model=result["model"], generator=result["generator"])
+
+    def draw_sent_images(self, labels: Tensor, stream: torch.Generator) -> Tensor:
+        """The positions of the images of D̂ that clients receive: a few of each class, if they mix any."""
+        if not self.mixed_images:
+            return labels.new_empty(0)
+        shuffled = torch.randperm(len(labels), generator=stream).to(labels.device)
+        by_class = [shuffled[labels[shuffled] == label][: self.mixed_per_class] for label in torch.unique(labels)]
+        return torch.cat([labels.new_empty(0), *by_class])
 
     @on_client(stream="train", exact=("model",))
     def local_train(self, client: Client, model: Weights, images: Tensor, labels: Tensor) -> dict[str, Any]:

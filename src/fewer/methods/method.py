@@ -114,6 +114,8 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
     """False if no client can join after training."""
     joins_by_training: ClassVar[bool] = False
     """True if a client's model depends on its own training, so that a new client must train before it has one."""
+    answers_once: ClassVar[bool] = False
+    """True if each client answers in one round only, so that a target ε is for one answer."""
     simulation_only: ClassVar[bool] = False
     """True if the method needs the samples of all clients in one place, so that it cannot run between machines."""
 
@@ -254,7 +256,7 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
 
     # Evaluation handlers.
 
-    @on_client(exact=("model", "sums"))
+    @on_client(exact=("model", "sums"), measures=True)
     def score(self, client: Client, model: Weights, use_global_test: bool) -> dict[str, Any]:
         """Evaluates the client's model. The evaluation is empty if the client lacks the global test set."""
         if use_global_test and not client.has_global_test:
