@@ -145,7 +145,7 @@ def test_every_command_accepts_the_arguments_on_a_page(page: Path) -> None:
             pairs = {key: parse_assignments(settings.pop(key, [])) for key in ("data_options", "model_options")}
             checked = parse_settings({**settings, **pairs})
             assert checked.data in fewer.data.NAMES or checked.data.partition(":")[0] in FORMATS, checked.data
-            assert checked.model is None or checked.model in MODELS or ".py:" in checked.model, checked.model
+            assert checked.model is None or checked.model in MODELS or re.match(r".+\.py:|hf:|timm:", checked.model)
         if name == "methods" and methods:
             find(methods)
         if name == "reproduce" and (recipe := parsed.get("name")) and not recipe.endswith(".toml"):
@@ -244,10 +244,10 @@ def test_the_readme_lists_every_method_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("heading", ["By goal", "By rounds", "By samples", "By trust"])
 def test_the_page_on_choosing_a_method_names_only_methods(heading: str) -> None:
-    options = {option for name in names() for option in find(name).model_fields}
+    options = {*Settings.model_fields, *(option for name in names() for option in find(name).model_fields)}
     for row in table_below(DOCS / "explanation/which-method.md", heading):
         for code in re.findall("`([^`]+)`", " ".join(row)):
-            option = re.split("[= ]", code.removeprefix("-o ").removeprefix("--"))[0]
+            option = re.split("[= ]", code.removeprefix("-o ").removeprefix("--"))[0].replace("-", "_")
             assert code in METHODS.builtins or option in options, code
 
 

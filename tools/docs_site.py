@@ -28,17 +28,17 @@ from fewer.runs.settings import Settings
 MARKER = re.compile(r"<!-- generated: (\w+) -->")
 RESULTS, REST = "results/", "…"
 """Placeholders in the navigation: all results, and all pages that it does not list."""
-RESULTS_INDEX = RESULTS + "index.md"
-"""The first page of the results."""
+RESULTS_FIRST = [RESULTS + "index.md", RESULTS + "browse.md"]
+"""The first pages of the results."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds all results, by paper, and every unlisted page to the navigation."""
     root = Path(config.docs_dir)
     pages = sorted(page.relative_to(root).as_posix() for page in root.rglob("*.md"))
-    by_paper = [page for page in pages if page.startswith(RESULTS) and page != RESULTS_INDEX]
+    by_paper = [page for page in pages if page.startswith(RESULTS) and page not in RESULTS_FIRST]
     papers = groupby(by_paper, lambda page: page.split("/")[1])
-    results = [RESULTS_INDEX, *({paper: list(paper_pages)} for paper, paper_pages in papers)]
+    results = [*RESULTS_FIRST, *({paper: list(paper_pages)} for paper, paper_pages in papers)]
     rest = [page for page in pages if not page.startswith(RESULTS) and page not in set(_walk_pages(config.nav))]
     config.nav = _fill_placeholders(config.nav, {RESULTS: results, REST: rest})
     return config

@@ -1,7 +1,8 @@
-"""Writes docs/results/index.md, every table and figure of the five papers: python tools/make_results_index.py.
+"""Writes docs/results/index.md and docs/results/points.js: python tools/make_results_index.py.
 
-The papers' tables and figures, and a verdict on each, are in `src/fewer/experiments/tables/coverage.toml`. Numbers and
-commands come from the published JSON files.
+The index lists every table and figure of the five papers. They, and a verdict on each, are in
+`src/fewer/experiments/tables/coverage.toml`. The points are all published results, for docs/results/browse.md. Numbers
+and commands come from the published JSON files.
 """
 
 from __future__ import annotations
@@ -10,21 +11,23 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from fewer.experiments import recipes
 from fewer.experiments.recipes import Cell
+from fewer.runs.metric import ACCURACY
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
 INDEX = RESULTS / "index.md"
+POINTS = RESULTS / "points.js"
 COVERAGE = Path(recipes.__file__).parent / "tables/coverage.toml"
 
 INTRO = """# All tables and figures
 
 Every table and figure of the five papers, with our numbers next to theirs. `tools/make_results_index.py` writes this
-page from the recipes and the published results.
+page from the recipes and the published results. [Browse all results](browse.md) to filter and plot them.
 
 | state | meaning |
 |---|---|
@@ -177,6 +180,47 @@ def _render_others(covered: set[str], results: Sequence[Published]) -> Iterator[
     yield from _render_table(("recipe", "content", "result"), rows)
 
 
+def list_points(results: Sequence[Published]) -> list[dict[str, Any]]:
+    """Returns every cell of the results as a point: what was run, its accuracy in % and its costs."""
+    return [
+        {
+            "result": result.page.removesuffix(".md"),
+            "row": cell.row,
+            "column": cell.column,
+            "method": cell.ours.method,
+            "data": _data_name(result.recipe, cell.column),
+            "accuracy": round(100 * cell.ours.accuracy, 2),
+            "text": cell.ours.format_accuracy(),
+            "paper": cell.paper,
+            "rounds": cell.ours.rounds,
+            "mb": float(f"{cell.ours.mb_up + cell.ours.mb_down:.4g}"),
+            "gflop": None if cell.ours.gflop is None else float(f"{cell.ours.gflop:.4g}"),
+            "epsilon": None if cell.ours.epsilon is None else float(f"{cell.ours.epsilon:.4g}"),
+            "seeds": len(cell.ours.seeds),
+        }
+        for result in results
+        for cell in result.cells
+        if cell.ours.primary == ACCURACY
+    ]
+
+
+def render_points() -> str:
+    """Returns the points as a script, one per line. Pages that are opened as files can load a script, but no JSON."""
+    results = load_results()
+    commands = {result.page.removesuffix(".md"): result.command for result in results}
+    lines = [json.dumps(point, ensure_ascii=False) for point in list_points(results)]
+    return "\n".join(
+        [
+            "// Written by tools/make_results_index.py.",
+            f"const commands = {json.dumps(commands, indent=1, ensure_ascii=False)};",
+            "const points = [",
+            *(f"{line}," for line in lines),
+            "];",
+            "",
+        ]
+    )
+
+
 def _drop_place(paper: str) -> str:
     """Returns the paper of a recipe without the table or figure."""
     for word in (", Table", ", Figure", " ("):
@@ -203,3 +247,4 @@ def _render_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Itera
 
 if __name__ == "__main__":
     INDEX.write_text(render_index())
+    POINTS.write_text(render_points())

@@ -26,6 +26,7 @@ from fewer.methods.co_boosting import CoBoosting as CoBoosting
 from fewer.methods.dbe import DBE as DBE
 from fewer.methods.dense import Dense as Dense
 from fewer.methods.ditto import Ditto as Ditto
+from fewer.methods.dp_fedmk import DPFedMK as DPFedMK
 from fewer.methods.dpsgd_ring import DPSGDRing as DPSGDRing
 from fewer.methods.f2l import F2L as F2L
 from fewer.methods.fed3r import Fed3R as Fed3R

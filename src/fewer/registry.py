@@ -1,4 +1,4 @@
-"""Registries: methods, models, data formats, codecs, trackers and report views by name.
+"""Registries: methods, models, sources of models, data formats, codecs, trackers and report views by name.
 
 A built-in registers where it is defined:
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -110,7 +110,24 @@ class Registry(Mapping[str, Any]):
 
 METHODS = Registry("METHODS", "method", "fewer.methods", "fewer.methods")
 MODELS = Registry("MODELS", "model", "fewer.models", "fewer.models")
+MODEL_SOURCES = Registry("MODEL_SOURCES", "source of models", "fewer.models", "fewer.model_sources")
+"""Models of other libraries. `SOURCE:NAME` names one; the source is called with the name first."""
 FORMATS = Registry("FORMATS", "data format", "fewer.data.formats", "fewer.formats")
 CODECS = Registry("CODECS", "codec", "fewer.wire", "fewer.codecs")
 TRACKERS = Registry("TRACKERS", "tracker", "fewer.runs.trackers", "fewer.trackers")
 VIEWS = Registry("VIEWS", "view", "fewer.report", "fewer.views")
+
+
+def find_model(name: str) -> Callable[..., Any]:
+    """The model with this name: a registered one, one of another library (`hf:NAME`), or one in a user's file."""
+    source, colon, rest = name.partition(":")
+    if not colon or source not in MODEL_SOURCES:
+        if name in MODEL_SOURCES:
+            raise SettingError(f"model '{name}' needs a name: {name}:NAME")
+        found: Callable[..., Any] = MODELS.find(name)
+        return found
+    if not rest:
+        raise SettingError(f"model '{name}' needs a name: {source}:NAME")
+    bound = partial(MODEL_SOURCES[source], rest)
+    bound.__name__ = name  # type: ignore[attr-defined]
+    return bound

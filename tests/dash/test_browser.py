@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,26 +13,23 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
 import fewer
 from fewer.report.page import write_report
+from tests.browser import launch_browser, needs_browser
 from tests.dash.harness import FINISHED, STOPPED, DashboardClient, metrics, running, serving, write_run
 from tests.helpers import wait_for
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = os.environ.get("FEWER_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser here (apt install chromium, or set FEWER_BROWSER)")
+pytestmark = needs_browser
 
 Open = Callable[..., Page]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+    with launch_browser() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture

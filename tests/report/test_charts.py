@@ -9,7 +9,7 @@ import pytest
 
 from fewer.report.charts import plot_bars, plot_clients, plot_density
 from fewer.report.metrics import metric_curve
-from fewer.report.style import assign_label_styles
+from fewer.report.style import SIZE, assign_label_styles
 from fewer.statistics import Interval, interval
 from tests.report.harness import THREE_SEEDS, plot_by_megabyte, plot_by_round, round_metrics
 
@@ -86,3 +86,24 @@ def test_the_distribution_over_clients_is_plotted() -> None:
     line = {"round": 1, "accuracy": 0.5, "clients": {str(n): n / 10 for n in range(10)}}
     assert plot_density({"fedmeta": [[line]]}) is not None
     assert plot_density({"fedmeta": [[{"round": 1, "accuracy": 0.5}]]}) is None
+
+
+def test_a_legend_of_long_names_wraps_and_takes_as_few_lines_as_possible() -> None:
+    long = [f"FedMK of the paper, variant {letter}, noise" for letter in "ab"]
+    histories = dict.fromkeys([*long, *"cdefgh"], THREE_SEEDS)
+    figure = plot_by_round(histories)
+    assert figure
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert [text.replace("\n", " ") for text in texts] == [*histories]  # nothing is cut off
+    assert texts[0] == "FedMK of the paper,\nvariant a, noise"
+    # Two columns: the first has two names of two lines and two of one line. One column would have eight lines.
+    assert figure.get_figheight() == pytest.approx(SIZE[1] + 0.2 * (6 - 1))
+
+
+def test_rows_of_bars_show_long_names_in_two_lines() -> None:
+    names = ["short", "Fine-tuning via one-shot FL, distance head"]
+    figure = plot_bars(dict.fromkeys(names, Interval(0.5, None)), assign_label_styles(dict.fromkeys(names, "fedavg")))
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
+        "short",
+        "Fine-tuning via one-shot FL,\ndistance head",
+    ]

@@ -98,3 +98,29 @@ def test_a_notebook_shows_one_bar_per_cell(digits: Data, monkeypatch: pytest.Mon
     shell.kernel = None  # IPython on a terminal that is no terminal here
     fewer.run(METHOD, digits)
     assert not shown
+
+
+def test_a_comparison_shows_a_table_with_a_row_per_method(digits: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "dumb")  # a dumb terminal shows the last state only
+    monkeypatch.setenv("COLUMNS", "120")
+    table = fewer.compare([METHOD, "fedprox"], digits, seeds=2, rounds=1, tune=True, trials=2)
+    titles, *lines = terminal.getvalue().strip().splitlines()
+    assert titles.split("  ")[0] == "method" and len(lines) == 4
+    for line, row in zip([lines[1], lines[3]], table.rows, strict=True):
+        name, _, runs, _, accuracy, *rest = line.split()
+        assert (name, runs, accuracy) == (row.method, "2/2", f"{row.accuracy:.1%}")
+        assert f"{row.mb_up + row.mb_down:.2f}"[:3] in " ".join(rest)
+    assert [line.split("  ")[0] for line in lines] == ["fedavg, tuning", "fedavg", "fedprox, tuning", "fedprox"]
+
+
+def test_many_runs_print_a_line_at_their_end_and_once_a_minute(
+    digits: Data, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fewer.compare([FedAvg(rounds=3, local_steps=1)], digits, seeds=2, progress=True)
+    lines = [line.split("  ")[:2] for line in capfd.readouterr().err.splitlines()]
+    assert lines == [["1/2 fedavg seed 0", "round 3/3"], ["2/2 fedavg seed 1", "round 3/3"]]
+    monkeypatch.setattr("fewer.runs.progress.LINE_SECONDS", 0.0)
+    fewer.compare([FedAvg(rounds=3, local_steps=1)], digits, progress=True)
+    assert len(capfd.readouterr().err.splitlines()) == 3

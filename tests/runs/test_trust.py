@@ -20,7 +20,7 @@ from tests.helpers import metrics, same_state
 
 SETTINGS: dict[str, Any] = {"data": "digits", "model": "mlp", "clients": 10, "alpha": 10.0, "rounds": 3, "seed": 1}
 DOES_NOT_AVERAGE = {
-    *("alone", "dpsgd-ring", "feddistill-logits", "fedelmy", "fedmk", "fedmk-paper", "fedproto", "fedseq"),
+    *("alone", "dp-fedmk", "dpsgd-ring", "feddistill-logits", "fedelmy", "fedmk", "fedmk-paper", "fedproto", "fedseq"),
     *("local", "local-maml", "local-proto", "metafed"),
     *("centralized", "co-boosting", "dense", "fed3r", "fedavg-head", "fedcof", "feddm", "fedncm", "fedpft", "fusefl"),
 }

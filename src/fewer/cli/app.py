@@ -242,7 +242,7 @@ def reproduce(
     title = Path(name).stem if name.endswith(".toml") else name
     folder = out or RUNS / "reproduce" / (title.replace("/", "-") + ("-quick" if quick else ""))
     changes = {"data_dir": data_dir, "runtime": runtime}
-    with printing.resumable("Run the same command to continue."), show_progress(True) as progress:
+    with printing.resumable("Run the same command to continue."), show_progress(True, many=True) as progress:
         recipe, cells = recipes.reproduce(
             name, folder, quick=quick, columns=column or (), changes=changes, callbacks=progress, track=track or ()
         )
@@ -319,24 +319,27 @@ def audit(
     starts: Annotated[
         int, Option(metavar="N", min=1, help="Random starts of gradient matching; the best is used.")
     ] = 2,
+    shadows: Annotated[
+        int, Option(metavar="N", min=0, help="Train the run N more times with mislabeled canaries, such as 8.")
+    ] = 0,
     data_dir: RunDataDir = None,
     json_file: Json = None,
 ) -> None:
-    """Attack a run and write a report on what leaks: near-copies, deep leakage, membership inference.
+    """Attack a run and write a report on what leaks: near-copies, deep leakage, membership, canaries.
 
     This is for simulated runs: the attacks are scored against the clients' real data.
     """
     from fewer.audit import audit as attack_run
-    from fewer.audit.summary import HEADS, summary_rows
+    from fewer.audit.summary import HEADS, summary_rows, verdicts
     from fewer.report.audit import write_audit
 
-    outcome = attack_run(path, data_dir=data_dir, clients=clients, steps=steps, starts=starts)
+    outcome = attack_run(path, data_dir=data_dir, clients=clients, steps=steps, starts=starts, shadows=shadows)
     files = write_audit(outcome, out or path / "audit")
     if printing.write_json(json_file, outcome.as_json()):
         return
     printing.print_rows(HEADS, summary_rows(outcome))
-    for note in outcome.notes:
-        print(note)
+    for line in [*verdicts(outcome), *outcome.notes]:
+        print(line)
     print(f"A failed attack does not prove privacy. Report: {files[0]}")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from textwrap import fill, wrap
+from typing import TYPE_CHECKING, Any
 
 from fewer.report.style import INK, SIZE
 from fewer.runs.metric import ACCURACY, PrimaryMetric
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 MAX_COLUMNS = 3
 """Maximum number of subplots side by side."""
+MAX_TEXT = 60
+"""Maximum number of characters of a text in a legend."""
 
 
 def create_axes(title: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
@@ -54,12 +57,40 @@ def value_limits(values: Iterable[Interval], metric: PrimaryMetric = ACCURACY) -
 
 
 def add_legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
-    """Adds a legend below the chart, with as many columns as fit."""
-    texts = [shorten(text, 50) for text in handles]
-    columns = min(len(texts), max(1, int(14 * figure.get_figwidth() / (max(map(len, texts)) + 7))))
-    figure.legend(handles.values(), texts, loc="outside lower center", ncols=columns)
+    """Adds a legend below the chart, in as many columns as make it shortest; long texts wrap."""
+    texts = [shorten(text, MAX_TEXT) for text in handles]
+    room = int(14 * figure.get_figwidth())
+    columns = min(range(1, len(texts) + 1), key=lambda number: _count_lines(texts, number, room))
+    wrapped = [fill(text, _text_width(columns, room)) for text in texts]
+    figure.legend(handles.values(), wrapped, loc="outside lower center", ncols=columns)
     width, height = figure.get_size_inches()
-    figure.set_size_inches(width, height + 0.2 * (math.ceil(len(texts) / columns) - 1))
+    figure.set_size_inches(width, height + 0.2 * (_count_lines(texts, columns, room) - 1))
+
+
+def _text_width(columns: int, room: int) -> int:
+    """Characters of a line next to the symbol, in a legend with this number of columns."""
+    return room // columns - 7
+
+
+def _count_lines(texts: Sequence[str], columns: int, room: int) -> float:
+    """Height of a legend in lines; infinite if the longest word does not fit."""
+    width = _text_width(columns, room)
+    if columns > 1 and width < max(len(word) for text in texts for word in text.split(" ")):
+        return math.inf
+    lines = [len(wrap(text, max(1, width))) for text in texts]
+    rest = len(lines) % columns
+    sizes = [len(lines) // columns + (column < rest) for column in range(columns)]
+    ends = [sum(sizes[: column + 1]) for column in range(columns)]
+    return max(sum(lines[end - size : end]) for size, end in zip(sizes, ends, strict=True))
+
+
+def label_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Names the rows of a bar chart, from 0 on. Long names take two lines; then all names are small."""
+    texts = [fill(shorten(name, MAX_TEXT), 32) for name in names]
+    small: dict[str, Any] = {"fontsize": 7.5, "linespacing": 1.0} if any("\n" in text for text in texts) else {}
+    axes.set_yticks(range(len(texts)), texts, **small)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
 
 
 def shorten(name: str, max_length: int = 24) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from fewer.report.axes import add_legend, create_axes, create_subplots, hide_frame, shorten, value_limits
+from fewer.report.axes import add_legend, create_axes, create_subplots, hide_frame, label_rows, shorten, value_limits
 from fewer.report.metrics import MB, Histories, Point, client_values, metric_curve
 from fewer.report.style import BLUE, INK, ORANGE, LineStyle, assign_styles, text_color, theme
 from fewer.runs.metric import ACCURACY, PrimaryMetric
@@ -72,7 +72,8 @@ def plot_curves(
         handles: dict[str, Artist] = {}
         for axes, subplot in zip(drawn, curves.values(), strict=True):
             for label, points in subplot.items():
-                handles[label] = _draw_curve(axes, points, by, styles[label], metric.scale)
+                band = min(0.15, 0.6 / len(subplot))
+                handles[label] = _draw_curve(axes, points, by, styles[label], metric.scale, band)
             if logarithmic:
                 axes.set_xscale("log")
                 axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -91,8 +92,8 @@ def plot_curves(
     return figure
 
 
-def _draw_curve(axes: Axes, points: Sequence[Point], by: str, style: LineStyle, scale: float) -> Artist:
-    """Draws a line with its band, or with an error bar if there is only one point."""
+def _draw_curve(axes: Axes, points: Sequence[Point], by: str, style: LineStyle, scale: float, band: float) -> Artist:
+    """Draws a line with its band, whose opacity is `band`, or with an error bar if there is only one point."""
     x = [getattr(point, by) for point in points]
     mean = np.array([scale * point.value.mean for point in points])
     half = np.array([scale * (point.value.half or 0) for point in points])
@@ -102,7 +103,7 @@ def _draw_curve(axes: Axes, points: Sequence[Point], by: str, style: LineStyle, 
         if len(x) == 1:
             axes.errorbar(x, mean, half, color=style.color, capsize=4)
         else:
-            axes.fill_between(x, mean - half, mean + half, color=style.color, alpha=0.15, linewidth=0)
+            axes.fill_between(x, mean - half, mean + half, color=style.color, alpha=band, linewidth=0)
     return line
 
 
@@ -145,7 +146,7 @@ def plot_clients(histories: Histories, styles: Styles | None = None, metric: Pri
             color, marker, _ = styles[method]
             x = 100 * (np.arange(len(values)) + 0.5) / len(values)
             y = metric.scale * np.array(values)
-            label = f"{method}, mean {metric.format_interval(Interval(float(np.mean(values)), None), 1)}"
+            label = f"{shorten(method, 44)}, mean {metric.format_interval(Interval(float(np.mean(values)), None), 1)}"
             marker_step = max(1, len(x) // 40)
             (handles[label],) = axes.plot(x, y, color=color, marker=marker, markersize=4, markevery=marker_step, lw=0.6)
             if len(by_method) <= MAX_MEANS:
@@ -199,9 +200,7 @@ def plot_bars(results: Mapping[str, Interval], styles: Styles, metric: PrimaryMe
         for end, result in zip(zip(ends, y, strict=True), shown.values(), strict=True):
             text = metric.format_interval(result, 1)
             axes.annotate(text, end, (4, 0), textcoords="offset points", va="center", size=8)
-        axes.set_yticks(y, [shorten(label, 32) for label in shown])
-        axes.tick_params(axis="y", length=0)
-        axes.grid(False, axis="y")
+        label_rows(axes, list(shown))
         top = min(limit, max(0.0, *(mean + half)))
         bottom = 0.0 if metric.percent else 1.2 * min(0.0, *(mean - half))
         axes.set(xlabel=metric.label, xlim=(bottom, 1.35 * top or 1.0))
@@ -277,9 +276,7 @@ def plot_traffic(traffic: Mapping[str, TrafficBytes]) -> Figure | None:
                     left += size
                 text = f"{direction} {format_number(left / MB)}"
                 axes.annotate(text, (left / MB, y), (4, 0), textcoords="offset points", va="center", size=8)
-        axes.set_yticks(range(len(shown)), [shorten(label, 32) for label in shown])
-        axes.tick_params(axis="y", length=0)
-        axes.grid(False, axis="y")
+        label_rows(axes, list(shown))
         axes.set(xlabel="MB", xlim=(0, 1.25 * longest / MB), ylim=(len(shown) - 0.5, -0.5))
         add_legend(figure, {"to the server (up)": Patch(color=BLUE), "to clients (down)": Patch(color=ORANGE)})
     return figure

@@ -101,7 +101,12 @@ def _baselines(groups: Sequence[RunGroup]) -> dict[str, float]:
             labels.setdefault(round(baseline, 6), []).append(group.label)
     if len(labels) == 1:
         return dict.fromkeys(("majority baseline",), *labels)
-    return {f"majority baseline of {', '.join(names)}": baseline for baseline, names in labels.items()}
+    return {f"majority baseline of {_list_names(names)}": baseline for baseline, names in labels.items()}
+
+
+def _list_names(names: Sequence[str]) -> str:
+    """At most three names; of more, the first and the number of the others."""
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
 
 def _draw_bars(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iterator[Picture]:

@@ -127,6 +127,11 @@ class RunGroup:
         return interval([run.history[-1][metric] for run in self.runs]).mean
 
     @property
+    def epsilon(self) -> float | None:
+        """The largest ε over seeds; None without differential privacy."""
+        return max((run.history[-1]["epsilon"] for run in self.runs if "epsilon" in run.history[-1]), default=None)
+
+    @property
     def megabytes(self) -> tuple[float, float]:
         """MB sent up and down, mean over seeds."""
         return self.last_mean("up") / MB, self.last_mean("down") / MB

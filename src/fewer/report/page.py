@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fewer.methods.new_clients import worst_tenth
+from fewer.privacy import PrivacySettings
 from fewer.report.classes import format_metric, other_metrics, tabulate_classes, tabulate_clients
 from fewer.report.files import write_files
 from fewer.report.gallery import Gallery, build_gallery, client_rows
@@ -61,8 +62,9 @@ def _render_report(groups: Sequence[RunGroup], gallery: Gallery, notes: Sequence
             if (sent := run.transport_bytes)
         ),
         *(
-            f"{group.label}, seed {run.seed}: differential privacy of clients with ε = {last['epsilon']:.3g} at "
-            f"δ = {last['delta']:g}, for the model, if the seed is secret. Metrics are not covered."
+            f"{group.label}, seed {run.seed}: differential privacy of {_protected_unit(run)} with "
+            f"ε = {last['epsilon']:.3g} at δ = {last['delta']:g}, for the model, if the seed is secret. "
+            "Metrics are not covered."
             for group, run in runs
             if run.history and "epsilon" in (last := run.history[-1])
         ),
@@ -95,13 +97,19 @@ def _render_report(groups: Sequence[RunGroup], gallery: Gallery, notes: Sequence
     )
 
 
+def _protected_unit(run: RunReader) -> str:
+    """What differential privacy protects in a run."""
+    return "single samples" if PrivacySettings.parse(run.settings["dp"]).level == "record" else "clients"
+
+
 def tabulate_results(groups: Sequence[RunGroup]) -> Table:
     """The primary metric, traffic and time of each group, the best first."""
     metric = groups[0].metric
     more = {name: f"{label.removesuffix(' baseline')} %" for name, label in LABELS.items()}
     more |= {name: f"{name} %" if name in PERCENT else name for name in other_metrics(groups)}
     more = {name: head for name, head in more.items() if any(group.mean_if_known(name) is not None for group in groups)}
-    costs = ("rounds", "MB up", "MB down", "seconds", "seeds")
+    is_private = any(group.epsilon is not None for group in groups)
+    costs = ("rounds", "MB up", "MB down", "seconds", *(["ε"] if is_private else []), "seeds")
     heads = ("method", metric.label, *more.values(), f"global {metric.label}", *costs)
     best = winner(groups)
     ranked = sorted(groups, key=lambda group: -metric.rank(group.value.mean) if group.value else math.inf)
@@ -114,6 +122,7 @@ def tabulate_results(groups: Sequence[RunGroup]) -> Table:
             group.rounds,
             *(format_number(megabytes) for megabytes in group.megabytes),
             f"{group.last_mean('seconds'):,.1f}",
+            *(["–" if group.epsilon is None else f"{group.epsilon:.3g}"] if is_private else []),
             ", ".join(str(run.seed) for run in group.runs),
         )
         for group in ranked

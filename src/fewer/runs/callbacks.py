@@ -31,6 +31,10 @@ class Run(Result):
     """The run directory, if there is one."""
     label: str = ""
     """The name in progress displays: the method, or the run directory."""
+    group: str = ""
+    """The runs of a comparison that share a row in progress displays; the label by default."""
+    group_size: int = 1
+    """The number of runs in the group."""
     round: int = 0
     """The number of the current round."""
     absent: list[Absent] = field(default_factory=list)
@@ -158,13 +162,15 @@ class EarlyStopping(Callback):
 
 @dataclass
 class Label(Callback):
-    """Names a run in progress displays."""
+    """Names a run, and the group of runs that it belongs to, in progress displays."""
 
     label: str
+    group: str = ""
+    group_size: int = 1
 
     def on_run_start(self, run: Run) -> None:
-        """Sets the label."""
-        run.label = self.label
+        """Sets the label and the group."""
+        run.label, run.group, run.group_size = self.label, self.group, self.group_size
 
 
 @dataclass

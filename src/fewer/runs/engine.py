@@ -388,6 +388,11 @@ def _local_connect(settings: Settings) -> Connect:
     """Returns the function that makes simulated clients. Raises SettingError if the runtime is remote."""
     if settings.runtime == "flower":
         raise SettingError("runtime = flower is for remote clients: use fewer server, or fewer server --resume RUN")
+    if settings.secure_sum:
+        raise SettingError(
+            "secure_sum hides nothing in a simulation, where one process has all data: "
+            "use fewer server or fewer local-cluster"
+        )
     return connect_clients
 
 
@@ -414,11 +419,19 @@ def build_handler_runner(
     settings, device, lies = experiment.settings, experiment.task.device, experiment.lies
     liars = lies.liars(experiment.population, seed) if lies else frozenset()
     mislabeled = liars if lies and lies.kind == "label-flip" else frozenset()
+    privacy = experiment.open_privacy()
     contexts = ContextFactory(
-        experiment.data, experiment.task, seed, client_folder, sealing_keys=keys, mislabeled=mislabeled
+        experiment.data,
+        experiment.task,
+        seed,
+        client_folder,
+        sealing_keys=keys,
+        mislabeled=mislabeled,
+        protection=privacy.protection if privacy else None,
     )
     flags = settings.debug, settings.count_flops
-    return HandlerRunner(experiment.method, contexts, seed, device, run_id.encode(), *flags, lies=lies, liars=liars)
+    options: dict[str, Any] = {"lies": lies, "liars": liars, "secure_sum": settings.secure_sum}
+    return HandlerRunner(experiment.method, contexts, seed, device, run_id.encode(), *flags, **options)
 
 
 def runtime_options(experiment: Experiment) -> dict[str, Any]:
@@ -433,6 +446,7 @@ def runtime_options(experiment: Experiment) -> dict[str, Any]:
         "rules": rules,
         "aggregation": Aggregation(settings.aggregate, settings.liars),
         "lies": experiment.lies,
+        "secure_sum": settings.secure_sum,
     }
 
 

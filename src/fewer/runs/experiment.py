@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from fewer.models.adapters import train_only
 from fewer.models.frozen import freeze_encoder
 from fewer.models.nets import copy_net, default_model, is_lazy, materialize
 from fewer.models.objective import LOSSES, Loss, Objective, build_objective, predicted_kind
+from fewer.models.preprocess import PIXEL_SCALE, PIXEL_SHIFT, takes_pixels
 from fewer.privacy import PrivacyLedger, PrivacySettings
-from fewer.registry import MODELS
+from fewer.registry import MODEL_SOURCES, find_model
 from fewer.runs.metric import PrimaryMetric
 from fewer.runs.settings import METHOD_SETTINGS, Settings, neutral_options, settings_hash, settings_in_group
 from fewer.runtime import Lies
@@ -66,7 +67,8 @@ class Experiment:
             return None
         clients = self.population
         cohort = min(DEFAULT_COHORT, clients) if self.method.cohort is None else self.method.cohort
-        return PrivacyLedger.open(PrivacySettings.parse(self.settings.dp), self.method.rounds, cohort, clients)
+        rounds = 1 if self.method.answers_once else self.method.rounds
+        return PrivacyLedger.open(PrivacySettings.parse(self.settings.dp), rounds, cohort, clients)
 
     @property
     def population(self) -> int:
@@ -107,16 +109,17 @@ def parse_settings(settings: Mapping[str, Any]) -> Settings:
 
 
 def resolve_path(name: str, value: Any) -> Any:
-    """Makes the path in FILE.py:Name or FORMAT:PATH absolute if it exists, so that a run can resume anywhere."""
+    """Makes the path in FILE.py:Name, FORMAT:PATH or hf:PATH absolute if it exists, so that runs resume anywhere."""
     if name == "metrics" and value:
         return [resolve_path("metric", part) for part in (value.split(",") if isinstance(value, str) else value)]
     if name not in ("method", "model", "data", "loss", "metric") or not isinstance(value, str) or ":" not in value:
         return value
-    first, last = value.split(":", 1) if name == "data" else value.rsplit(":", 1)
-    path = Path(last if name == "data" else first)
+    path_is_last = name == "data" or (name == "model" and value.partition(":")[0] in MODEL_SOURCES)
+    first, last = value.split(":", 1) if path_is_last else value.rsplit(":", 1)
+    path = Path(last if path_is_last else first)
     if not path.exists():
         return value
-    return f"{first}:{path.resolve()}" if name == "data" else f"{path.resolve()}:{last}"
+    return f"{first}:{path.resolve()}" if path_is_last else f"{path.resolve()}:{last}"
 
 
 def build_experiment(
@@ -155,6 +158,8 @@ def build_experiment(
         raise SettingError(f"lie = {settings.lie} needs classes, but this is a {objective.kind} task")
     if settings.dp is not None:
         _check_privacy(settings)
+    if settings.secure_sum:
+        _check_secure_sum(method, settings)
     if settings.aggregate != "mean" and not method.averages():
         raise SettingError(
             f"aggregate = {settings.aggregate}, but {method.name} averages nothing that clients send "
@@ -169,6 +174,8 @@ def build_experiment(
         name = default_model(data.shape, data.vocab_size, objective.kind == "next-token")
         settings = settings.model_copy(update={"model": name})
     task = make_task(model or settings.model or "", settings, data, objective, device)
+    if not isinstance(data, AbsentData):
+        data = _try_model(task, data, settings)
     if settings.train is not None:
         if settings.freeze == "encoder":
             raise SettingError("freeze = encoder trains the head only: leave out train")
@@ -256,11 +263,23 @@ def _is_servers_file(settings: Settings) -> bool:
 
 def _check_privacy(settings: Settings) -> None:
     """Raises SettingError if the settings contradict differential privacy."""
-    PrivacySettings.parse(settings.dp or "")
-    if settings.aggregate != "mean":
+    level = PrivacySettings.parse(settings.dp or "").level
+    if settings.aggregate != "mean" and level == "user":
         raise SettingError(f"dp needs aggregate = mean, whose sensitivity is known, got {settings.aggregate}")
     if settings.runtime == "flower":
         raise SettingError("dp needs simulated clients: the noise is drawn from the seed, which remote clients know")
+
+
+def _check_secure_sum(method: Method, settings: Settings) -> None:
+    """Raises SettingError if the server needs more than sums of what clients send."""
+    if not method.averages():
+        raise SettingError(f"secure_sum does not cover {method.name}: it averages nothing that clients send")
+    if settings.aggregate != "mean":
+        raise SettingError(
+            f"secure_sum needs aggregate = mean: a server that sees sums cannot compute the {settings.aggregate}"
+        )
+    if settings.dp is not None or settings.lie is not None:
+        raise SettingError("secure_sum does not work with dp and lie, which need the answers of single clients")
 
 
 def _check_keep(method: Method, data: Data) -> None:
@@ -295,20 +314,18 @@ def make_device(name: str) -> torch.device:
 
 
 def make_task(model: Model, settings: Settings, data: Data, objective: Objective, device: torch.device) -> Task:
-    """Builds the task of training this model on this data, and tries the model on one sample."""
+    """Builds the task of training this model on this data."""
     initial = None
     if isinstance(model, nn.Module):
         make: Callable[[], nn.Module] = partial(copy_net, model)
         initial = None if is_lazy(model) else get_weights(model)
     else:
-        factory = model if not isinstance(model, str) else MODELS.find(model)
+        factory = model if not isinstance(model, str) else find_model(model)
         facts = {"shape": data.shape, "classes": data.classes, "norm": settings.norm, "vocabulary": data.vocab_size}
+        facts |= {"tokens": data.tokens}
         make = net_factory(factory, facts, _model_options(settings, data))
     zeros = torch.zeros(1, *data.shape, dtype=torch.int64 if data.tokens else torch.float32)
-    task = Task(data.shape, data.classes, partial(materialize, make, zeros), device, initial, *objective)
-    if not isinstance(data, AbsentData):
-        _try_model(task, data)
-    return task
+    return Task(data.shape, data.classes, partial(materialize, make, zeros), device, initial, *objective)
 
 
 def _model_options(settings: Settings, data: Data) -> dict[str, Any]:
@@ -353,13 +370,18 @@ def warn_once(message: str) -> None:
     _LOG.warning(message)
 
 
-def _try_model(task: Task, data: Data) -> None:
-    """Runs the model on one sample, so that mistakes show before training."""
+def _try_model(task: Task, data: Data, settings: Settings) -> Data:
+    """Runs the model on one sample, so that mistakes show before training.
+
+    Returns the data as the model takes it: with pixels on a scale of 0 … 1 if the model normalizes them.
+    """
     if not len(data.test):
         raise DataError(f"data '{data.name}' has no test samples")
     try:
         with global_streams("net"):
             net = task.build_net()
+    except SettingError:
+        raise
     except Exception as error:  # a user's own model may raise anything
         raise SettingError(f"the model cannot be built: {_describe_error(error)}") from error
     if not isinstance(net, nn.Module):
@@ -367,6 +389,10 @@ def _try_model(task: Task, data: Data) -> None:
         raise SettingError(f"the model is of type {type(net).__name__} (allowed: {allowed})")
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise SettingError("the model has no trainable parameters (requires_grad)")
+    if takes_pixels(net) and data.test.x.dtype == torch.uint8:
+        if "normalization" in settings.data_options:
+            raise SettingError("the model normalizes pixels itself: leave out the data option normalization")
+        data = data.rescale(replace(data.schema, shift=(PIXEL_SHIFT,), scale=(PIXEL_SCALE,)))
     try:
         with torch.no_grad():
             x, y = (tensor.to(task.device) for tensor in data.test.slice(0, 1))
@@ -380,6 +406,7 @@ def _try_model(task: Task, data: Data) -> None:
         raise SettingError(f"the model returns {shape} for one sample, expected {expected}")
     if not data.novel:
         _try_objective(task, outputs, y)
+    return data
 
 
 def _try_objective(task: Task, outputs: torch.Tensor, y: torch.Tensor) -> None:

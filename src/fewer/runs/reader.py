@@ -184,7 +184,8 @@ class RunReader:
         for line in lines:
             metrics = parse_line(line)
             metrics["value"] = metrics.get(metric)
-            progress |= {name: metrics[name] for name in progress if isinstance(metrics.get(name), int | float)}
+            names = (*progress, "epsilon", "delta")
+            progress |= {name: metrics[name] for name in names if isinstance(metrics.get(name), int | float)}
         if progress["round"] and progress["value"] is None:
             older = map(parse_line, read_last_lines(self.path / METRICS, 200, before).lines)
             progress["value"] = next((metrics[metric] for metrics in older if metric in metrics), None)

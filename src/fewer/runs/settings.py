@@ -41,7 +41,7 @@ class Settings(BaseModel):
     method_options: dict[str, Any] = Field(default={}, title="Method")
     """An option of the method, as name=value; may be repeated. `fewer methods NAME` lists them."""
     model: str | None = Field(default=None, title="Method")
-    """The net: cnn, lenet5, mlp, … or FILE.py:Name. [default: one that fits the data; cnn for images]"""
+    """The net: cnn, lenet5, mlp, …, FILE.py:Name, hf:NAME_OR_DIR or timm:NAME. [default: one that fits the data]"""
     norm: Norm | None = Field(default=None, title="Method")
     """Normalization layers of the net. [default: the net's; cnn has group]"""
     model_options: dict[str, Any] = Field(default={}, title="Method")
@@ -106,7 +106,10 @@ class Settings(BaseModel):
     """Count the floating-point operations of simulated clients. It slows small nets down by up to 2."""
 
     dp: str | None = Field(default=None, title="Run", json_schema_extra=NEUTRAL)
-    """Differential privacy of clients: user:clip=1.0,noise=0.8 (and quantile=0.5, delta=1e-5), or epsilon=8."""
+    """Differential privacy of clients or records: user:clip=1.0,noise=0.8 or record:epsilon=8, and more options."""
+
+    secure_sum: bool = Field(default=False, title="Run", json_schema_extra=NEUTRAL)
+    """Between machines: clients mask what they send, and the server learns only sums of it."""
 
     quorum: Probability = Field(default=0.0, title="Faults")
     """Fraction of the asked clients that must answer, or the run stops."""

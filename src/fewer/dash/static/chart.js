@@ -75,10 +75,11 @@ export function chart({ empty }) {
     const xs = all.map(([x]) => x);
     const ys = all.map(([, y]) => y);
     const high = Math.max(...xs);
-    const xTicks = ticks(0, high, width < 500 ? 4 : 8).filter((tick) => !content.x.integer || Number.isInteger(tick));
+    const low = content.x.integer && Math.min(...xs) < high ? Math.min(...xs) : 0; // rounds start at the first one
+    const xTicks = ticks(low, high, width < 500 ? 4 : 8).filter((tick) => tick >= low && (!content.x.integer || Number.isInteger(tick)));
     const yTicks = ticks(Math.min(...ys), Math.max(...ys), 5);
     const [right, bottom] = [width - MARGIN.right, HEIGHT - MARGIN.bottom];
-    const px = (x) => MARGIN.left + ((right - MARGIN.left) * x) / (high || 1);
+    const px = (x) => MARGIN.left + ((right - MARGIN.left) * (x - low)) / (high - low || 1);
     const py = (y) => bottom - ((bottom - MARGIN.top) * (y - yTicks[0])) / (yTicks.at(-1) - yTicks[0]);
     for (const tick of yTicks) {
       drawing.append(
@@ -103,7 +104,7 @@ export function chart({ empty }) {
     const positions = [...new Set(xs)].sort((a, b) => a - b);
     const cursor = svg("path", { class: "cursor", d: "" });
     drawing.append(cursor);
-    scale = { px, positions, cursor, top: MARGIN.top, bottom, left: MARGIN.left, span: right - MARGIN.left, high };
+    scale = { px, positions, cursor, top: MARGIN.top, bottom, left: MARGIN.left, span: right - MARGIN.left, low, high };
     select(selected);
   }
 
@@ -126,7 +127,7 @@ export function chart({ empty }) {
 
   figure.addEventListener("pointermove", (event) => {
     if (!scale) return;
-    const x = ((event.clientX - drawing.getBoundingClientRect().left - scale.left) / scale.span) * scale.high;
+    const x = ((event.clientX - drawing.getBoundingClientRect().left - scale.left) / scale.span) * (scale.high - scale.low) + scale.low;
     const distances = scale.positions.map((position) => Math.abs(position - x));
     select(distances.indexOf(Math.min(...distances)));
   });

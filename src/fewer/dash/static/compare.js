@@ -2,7 +2,7 @@
 
 import { follow, request } from "./app.js";
 import { curves, swatch } from "./chart.js";
-import { badge, formatDuration, formatMegabytes, formatMetric, formatValue, h, table } from "./dom.js";
+import { badge, formatDuration, formatMegabytes, formatMetric, formatPrivacy, formatValue, h, table } from "./dom.js";
 
 export async function createComparisonView(query) {
   const ids = query.get("compare").split(",").filter(Boolean);
@@ -19,13 +19,16 @@ export async function createComparisonView(query) {
 
   function show() {
     chart.update([...rows.values()].map((row) => ({ ...row, label: label(row), points: points.get(row.id) })));
-    results.replaceChildren(table("Compared runs", ["run", "state", "round", "metric", "sent", "time"], [...rows.values()].map((row) => [
+    const isPrivate = [...rows.values()].some((row) => row.epsilon !== undefined);
+    const heads = ["run", "state", "round", "metric", "sent", "time", ...(isPrivate ? ["privacy"] : [])];
+    results.replaceChildren(table("Compared runs", heads, [...rows.values()].map((row) => [
       h("span", { class: "key" }, swatch(row), " ", h("a", { href: `/?run=${row.id}` }, label(row))),
       badge(row.state),
       `${row.round}/${row.rounds}`,
       formatMetric(row),
       formatMegabytes(row.up + row.down),
       formatDuration(row.seconds),
+      ...(isPrivate ? [formatPrivacy(row)] : []),
     ]), true));
   }
 
@@ -50,7 +53,7 @@ export async function createComparisonView(query) {
       report ? h("p", {}, h("a", { href: `/api/runs/${runs[0].id}/report?together=1`, target: "_blank", rel: "noopener" },
         "Report of this comparison, with means over seeds")) : "",
       h("section", {}, h("h2", {}, "Differences"), differing.length
-        ? table("Settings that differ", ["setting", ...runs.map(label)], differing.map(({ name, values }) => [name, ...values.map(formatValue)]))
+        ? table("Settings that differ", ["run", ...differing.map(({ name }) => name)], runs.map((row, index) => [label(row), ...differing.map(({ values }) => formatValue(values[index]))]))
         : h("p", {}, "All settings that these runs share are the same."), h("p", { class: "small" },
         "Settings that only one run has, such as most method options, are on its page.")),
     ],

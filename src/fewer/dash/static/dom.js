@@ -39,6 +39,7 @@ export function formatMetric({ metric, value }) {
 
 const formatNumber = (value) => (value >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3))));
 
+export const formatPrivacy = ({ epsilon, delta }) => (epsilon === undefined ? "–" : `ε ${formatNumber(epsilon)} (δ ${delta})`);
 export const formatMegabytes = (count) => (count === undefined ? "–" : `${formatNumber(count / 1e6)} MB`);
 
 export const formatCount = (count) => count.toLocaleString("en");

@@ -3,7 +3,7 @@
 import { follow, request } from "./app.js";
 import { curves, swatch } from "./chart.js";
 import {
-  badge, formatCount, formatDuration, formatMegabytes, formatMetric, formatReason, formatTime, formatValue, h, STATE_TEXTS, table,
+  badge, formatCount, formatDuration, formatMegabytes, formatMetric, formatPrivacy, formatReason, formatTime, formatValue, h, STATE_TEXTS, table,
 } from "./dom.js";
 import { progress } from "./list.js";
 
@@ -59,6 +59,7 @@ export async function createRunView(query) {
       ["sent up", formatMegabytes(row.up)],
       ["sent down", formatMegabytes(row.down)],
       ["time", formatDuration(row.seconds)],
+      ...(row.epsilon === undefined ? [] : [["privacy", formatPrivacy(row)]]),
     ];
     tiles.replaceChildren(...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
     shortfall.textContent = row.state === "finished" ? figures.shortfall : "";
