@@ -90,7 +90,7 @@ def test_server_momentum_leaves_batch_statistics_alone() -> None:
 
 def test_the_snippets_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    snippets = re.findall(r"```python\n(.*?)```", (DOCS / "python.md").read_text(), re.S)
+    snippets = re.findall(r"```python\n(.*?)```", (DOCS / "how-to/python.md").read_text(), re.S)
     assert len(snippets) == 7
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 255, (600, 8, 8), np.uint8), rng.integers(0, 10, 600)
@@ -161,7 +161,7 @@ SLOW = ("local-cluster", "join", "server")
 @pytest.mark.parametrize(
     "page",
     [
-        *sorted((DOCS / "tutorial").glob("*.md")),
+        *sorted((DOCS / "tutorials").glob("*.md")),
         *(DOCS / f"how-to/{name}.md" for name in HOW_TO),
     ],
     ids=page_name,
@@ -260,7 +260,8 @@ def test_the_pages_on_data_list_every_format_and_model_with_its_options() -> Non
         assert {*re.findall(r"`(\w+)`", cell)} <= parameters and bool(cell) == bool(parameters), name
     options = {row[0].strip("`") for row in table_below(page, "CSV")}
     assert options == {*inspect.signature(FORMATS["csv"]).parameters} - {*INTERNAL}
-    models = {name: row for row in table_below(DOCS / "data.md", "Models") for name in re.findall("`([^`]+)`", row[0])}
+    rows = table_below(DOCS / "how-to/data.md", "Models")
+    models = {name: row for row in rows for name in re.findall("`([^`]+)`", row[0])}
     assert {*models} == {*MODELS}
     model_options = {option for model in MODELS.values() for option in inspect.signature(model).parameters}
     for row in models.values():

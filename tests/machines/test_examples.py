@@ -78,7 +78,7 @@ def test_the_systemd_unit_starts_a_valid_command(tmp_path: Path) -> None:
 
 
 def test_the_commands_on_the_page_are_valid() -> None:
-    text = (ROOT / "docs/machines.md").read_text()
+    text = (ROOT / "docs/how-to/machines.md").read_text()
     lines = re.findall(r"^    (fewer (?:keys|server|join|local-cluster) [^#\n]*)", text, re.MULTILINE)
     assert len(lines) > 5
     for line in lines:

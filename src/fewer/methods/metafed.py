@@ -20,7 +20,7 @@ Departures:
 - A federation keeps its best model on validation samples (Section 4.1: "select the best model"; `keep=last` turns this
   off). Ties in accuracy go to the lower loss, and then to the later model.
 - l_t1 is 1 by default, so that Stage I always adopts and Stage II distills. In first runs this was better than the
-  paper's 0.6 (docs/metafed.md).
+  paper's 0.6 (docs/methods/metafed.md).
 - Without Stage I there is no f. Then the first federation's own model takes its role, and Stage II runs in all rounds.
 
 Beyond the paper, which names these as future work:

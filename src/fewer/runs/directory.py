@@ -1,6 +1,6 @@
 """The run directory: settings, append-only records, and a checkpoint that is valid at any moment.
 
-docs/runs.md lists its files. A checkpoint stores the lengths of metrics.jsonl and ledger.csv. Resuming truncates
+docs/how-to/runs.md lists its files. A checkpoint stores the lengths of metrics.jsonl and ledger.csv. Resuming truncates
 both files to these lengths, because later lines belong to an unfinished round. A resumed run therefore leaves the same
 records as an uninterrupted one. events.jsonl is never truncated: it also records when the run stopped and resumed.
 """

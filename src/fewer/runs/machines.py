@@ -59,7 +59,8 @@ MAX_RESTARTS = 5
 class FlowerServer:
     """Runs experiments with remote clients: `with FlowerServer(…) as server: server.start(experiment, out)`.
 
-    Clients connect to `host`:`port`. docs/machines.md says which parts of that port may be reachable, and by whom.
+    Clients connect to `host`:`port`. docs/how-to/machines.md says which parts of that port may be reachable, and by
+    whom.
     """
 
     credentials: Credentials
