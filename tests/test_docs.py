@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import click
 import numpy as np
@@ -117,6 +118,32 @@ def test_the_snippets_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "traffic.png").stat().st_size > 5000
 
 
+def test_the_example_of_the_readme_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    [example] = [block.text for block in blocks(ROOT / "README.md") if block.language == "python"]
+    assert len(example.splitlines()) <= 10
+    exec(example, {})
+    line = re.compile(r"(\d+)% accuracy, ([\d.]+) MB up")
+    printed, promised = line.search(capsys.readouterr().out), line.search((ROOT / "README.md").read_text())
+    assert printed and promised and printed[2] == promised[2]
+    assert abs(int(printed[1]) - int(promised[1])) <= 2  # processors round differently
+
+
+def test_the_readme_is_short() -> None:
+    page = ROOT / "README.md"
+    assert len(table_below(page, "Results")) <= 8
+    tables = re.findall(r"^\|(.*)\|$", re.sub(r"\]\([^)]*\)", "]", page.read_text()), re.M)
+    cells = [cell.strip().replace("[", "").replace("]", "") for row in tables for cell in row.split("|")]
+    assert not [cell for cell in cells if len(cell) > 60]
+    assert len(page.read_text().split()) < 1000  # two to four minutes
+
+
+def test_the_badges_of_the_readme_say_what_the_project_says() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    badges = [unquote(badge) for badge in re.findall(r"/badge/([^)]+)-blue", (ROOT / "README.md").read_text())]
+    license = project["license"].replace("-", "--")
+    assert badges == [f"python-{project['requires-python'].replace('>=', '≥ ')}", f"license-{license}"]
+
+
 # --- commands ---------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +188,7 @@ SLOW = ("local-cluster", "join", "server")
 @pytest.mark.parametrize(
     "page",
     [
+        ROOT / "README.md",
         *sorted((DOCS / "tutorials").glob("*.md")),
         *(DOCS / f"how-to/{name}.md" for name in HOW_TO),
     ],
@@ -199,6 +227,8 @@ def test_a_page_works_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_links_lead_to_existing_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if target.startswith("../../actions/"):  # the repository's page of a workflow, on GitHub
+            target = f".github/{target.removeprefix('../../actions/').removesuffix('/badge.svg')}"
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
@@ -237,8 +267,9 @@ def table_below(page: Path, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1].splitlines()]
 
 
-def test_the_readme_lists_every_method_and_nothing_else() -> None:
-    listed = [name for row in table_below(ROOT / "README.md", "Methods") for name in re.findall("`([^`]+)`", row[0])]
+def test_the_page_of_all_methods_lists_each_once_and_nothing_else() -> None:
+    rows = table_below(DOCS / "methods/index.md", "What a client sends")
+    listed = [name for row in rows for name in re.findall("`([^`]+)`", row[0])]
     assert sorted(listed) == sorted(METHODS.builtins)
 
 
