@@ -125,6 +125,27 @@ def test_filters_apply_to_the_table_and_the_plot_and_are_kept_in_the_address(pag
 
 
 @needs_browser
+def test_points_with_epsilon_bring_a_filter_for_it(page: Page, tmp_path: Path) -> None:
+    file = tmp_path / "points.js"
+    file.write_text(file.read_text().replace('"epsilon": null', '"epsilon": 8', 1))
+    page.reload()
+    page.get_by_label("ε ≤").fill("8")
+    assert rows(page) == ["FedAvg, tuned"]
+    page.get_by_label("ε ≤").fill("7.9")
+    assert rows(page) == []
+
+
+@needs_browser
+def test_a_phone_shows_the_accuracy_without_scrolling(page: Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    box = page.get_by_role("columnheader", name="accuracy").bounding_box()
+    assert box and box["x"] + box["width"] <= 390
+    legend = [entry.bounding_box() for entry in page.locator(".browse-legend li").all()]
+    assert len({box["y"] for box in legend if box}) == 1  # the entries are side by side
+
+
+@needs_browser
 def test_columns_sort_both_ways_with_missing_values_last(page: Page) -> None:
     gflop = page.get_by_role("button", name="GFLOP")
     gflop.focus()
