@@ -273,6 +273,13 @@ def test_the_page_of_all_methods_lists_each_once_and_nothing_else() -> None:
     assert sorted(listed) == sorted(METHODS.builtins)
 
 
+@pytest.mark.parametrize("name", ["fedmk", "fedmeta", "frl", "metafed", "f2l"])
+def test_the_page_of_a_flagship_method_has_all_parts(name: str) -> None:
+    headings = re.findall(r"^## (.+)$", (DOCS / f"methods/{name}.md").read_text(), re.M)
+    parts = {"When to use it", "How it works", "Departures from the paper", "What we measured"}
+    assert parts <= {*headings} and any("options" in heading.lower() for heading in headings)
+
+
 @pytest.mark.parametrize("heading", ["By goal", "By rounds", "By samples", "By trust"])
 def test_the_page_on_choosing_a_method_names_only_methods(heading: str) -> None:
     options = {*Settings.model_fields, *(option for name in names() for option in find(name).model_fields)}
