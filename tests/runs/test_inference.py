@@ -88,6 +88,15 @@ def test_predictions_keep_the_row_numbers_of_the_file(run: Path, tmp_path: Path)
     assert len(rows_of(call("predict", run, "--data", f"csv:{file}").stdout)) == 2
 
 
+def test_predict_says_that_it_uses_only_the_test_samples_of_the_runs_own_data(run: Path, tmp_path: Path) -> None:
+    file = write_table(tmp_path / "train.csv", 0, columns=["a", "b", "c", "label"])
+    output = call("predict", run, "--data", f"csv:{file}")
+    assert len(rows_of(output.stdout)) == 60 and "only its test samples are predicted" in output.stderr
+    other = file.rename(tmp_path / "new.csv")
+    output = call("predict", run, "--data", f"csv:{other}")
+    assert len(rows_of(output.stdout)) == 300 and "test samples" not in output.stderr
+
+
 def test_predict_needs_no_labels(run: Path, tmp_path: Path) -> None:
     labeled = write_table(tmp_path / "new.csv", 1, columns=["a", "b", "c", "label"])
     unlabeled = write_table(tmp_path / "bare.csv", 1, columns=["c", "b", "a"])

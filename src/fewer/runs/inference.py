@@ -61,7 +61,8 @@ def predict(
     if resolve_path("data", name) == result.settings.data and not options and len(result.raw_data.test):
         samples = result.raw_data.test
         predictions = predict_samples(net, samples, result.task, result.schema)
-        return Forecast(predictions, predictions.measure(samples.labels.cpu()), ())
+        note = "this is the data of the run: only its test samples are predicted"
+        return Forecast(predictions, predictions.measure(samples.labels.cpu()), (note,))
     raw = _read_inputs(result, name, directory, options)
     predictions = predict_samples(net, result.to_samples(raw.x, name), result.task, result.schema)
     predictions = replace(predictions, numbers=() if raw.rows is None else raw.rows.tolist())

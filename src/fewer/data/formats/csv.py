@@ -94,6 +94,8 @@ def read_csv(
         unlabeled = table.find_missing(label, bool(regression))
         has_label = not (unlabeled.any() if keep_unlabeled else unlabeled.all())
     roles = [name for name in (label if has_label else None, client, time, text) if name is not None]
+    if has_label:
+        table.check_names([label], "; set the data option label")
     table.check_names(roles)
     columns: list[Column] = []
     notes: list[str] = []
@@ -222,11 +224,11 @@ class _Table:
         numbers = {name: values[rows] for name, values in self.numbers.items()}
         return replace(self, cells=cells, rows=self.rows[rows], numbers=numbers)
 
-    def check_names(self, names: Sequence[str]) -> None:
+    def check_names(self, names: Sequence[str], advice: str = "") -> None:
         """Raises DataError if one of the columns does not exist."""
         for name in names:
             if name not in self.cells:
-                raise DataError(f"{self.path} has no column '{name}' (it has: {', '.join(self.cells)})")
+                raise DataError(f"{self.path} has no column '{name}' (it has: {', '.join(self.cells)}){advice}")
 
     def find_missing(self, name: str, number: bool) -> NDArray[np.bool_]:
         """True for each missing cell of a column."""
