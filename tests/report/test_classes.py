@@ -109,8 +109,8 @@ def test_the_verdict_names_methods_below_the_baseline() -> None:
 
 
 def test_a_baseline_is_drawn_unless_it_is_far_below() -> None:
-    histories = {"": {"fedavg": [[round_metrics(1, 0.8), round_metrics(2, 0.9)]]}}
-    for baseline, expected in ((0.95, 1), (0.72, 1), (0.1, 0)):
+    for first, baseline, expected in ((0.8, 0.95, 1), (0.8, 0.72, 1), (0.8, 0.1, 0), (0.4, 0.3, 1), (0.4, 0.2, 0)):
+        histories = {"": {"fedavg": [[round_metrics(1, first), round_metrics(2, 0.9)]]}}
         figure = plot_curves("Accuracy", histories, "round", baselines={"majority baseline": baseline})
         assert figure
         texts = [text.get_text() for text in figure.legends[0].get_texts()]

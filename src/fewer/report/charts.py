@@ -83,7 +83,7 @@ def plot_curves(
         values = [point.value for points in all_points for point in points]
         low, high = value_limits(values, metric)
         for (label, baseline), dash in zip((baselines or {}).items(), ("--", ":"), strict=False):
-            if metric.scale * baseline > low - max((high - low) / 2, MAX_GAP):
+            if metric.scale * baseline > low - max((high - low) / 4, MAX_GAP):
                 values.append(Interval(baseline, None))
                 for axes in drawn:
                     handles[label] = axes.axhline(metric.scale * baseline, color=INK, linestyle=dash, linewidth=1)
