@@ -65,7 +65,7 @@ def test_fedncm_with_euclidean_distance_predicts_the_nearest_mean() -> None:
 
 def fedcof_head(groups: list[tuple[int, Array]], shrinkage: float) -> Array:
     """W by the formulas of the paper, from the features of each class and client."""
-    scatter, b = np.zeros((4, 4)), []
+    scatter, b, n = np.zeros((4, 4)), [], sum(len(z) for _, z in groups)
     for label in range(3):
         parts = [z for held, z in groups if held == label]
         mu = np.concatenate(parts).mean(0)
@@ -75,7 +75,8 @@ def fedcof_head(groups: list[tuple[int, Array]], shrinkage: float) -> Array:
             deviations = [(z.mean(0) - mu) for z in parts]
             outer = [len(z) * np.outer(d, d) for z, d in zip(parts, deviations, strict=True)]
             scatter += (total - 1) * sum(outer) / (len(parts) - 1)
-    g = scatter + shrinkage * np.trace(scatter) / 4 * np.eye(4)
+    mean = sum(b) / n
+    g = scatter + shrinkage * np.trace(scatter) / 4 * np.eye(4) + n * np.outer(mean, mean)
     return normalize((np.linalg.inv(g) @ np.stack(b).T).T)
 
 
