@@ -36,6 +36,8 @@ from fewer.registry import METHODS
 from fewer.runtime import Clients
 from fewer.wire import Schema
 
+SHRINKAGE = 0.1
+
 
 @METHODS.register("fedcof")
 class FedCOF(HeadOnly):
@@ -44,7 +46,7 @@ class FedCOF(HeadOnly):
     class_sums: ClassVar[Literal["", "joint", "by client"]] = "by client"
     tunable: ClassVar[SearchSpace] = {"shrinkage": (0.01, 0.1, 1.0)}
 
-    shrinkage: PositiveFloat = 0.1
+    shrinkage: PositiveFloat = SHRINKAGE
     """Variance added to each feature (γ), relative to the mean variance within classes."""
     subsets: PositiveInt = 1
     """Random subsets of a client's samples of a class whose means are sent. More help if clients are few."""
@@ -75,21 +77,27 @@ class FedCOF(HeadOnly):
 
     def fit_head(self, statistics: Weights, head: Weights, clients: Clients) -> Head:
         """W = G⁻¹ B, normalized"""
-        classes, n_k = statistics["classes"], statistics["counts"].double()
-        means = statistics["means"].double()
-        number, width = head[HEAD_WEIGHT].shape
-        zeros = n_k.new_zeros(number)
-        total = zeros.index_add(0, classes, n_k)  # N_c
-        holders = zeros.index_add(0, classes, torch.ones_like(n_k))  # K_c
-        class_sums = means.new_zeros(number, width).index_add(0, classes, means * n_k[:, None])  # N_c μ_c
-        mu = class_sums / total.clamp(min=1)[:, None]
-        samples = (total - 1).clamp(min=0)
-        factor = (samples / (holders - 1).clamp(min=1)).where(holders > 1, 0.0)  # (N_c − 1) / (K_c − 1)
-        deviations = (means - mu[classes]) * (n_k * factor[classes]).sqrt()[:, None]
-        scatter = deviations.T @ deviations  # within classes, without γ
-        gamma = self.shrinkage * float(scatter.trace() / width)
-        identity = torch.eye(width, dtype=scatter.dtype, device=scatter.device)
-        mean = class_sums.sum(0) / total.sum()  # μ
-        g = scatter + (gamma or 1.0) * identity + total.sum() * torch.outer(mean, mean)
-        weight = torch.linalg.solve(g, class_sums.T).T
-        return Head(F.normalize(weight), zeros, total > 0)
+        number = len(head[HEAD_WEIGHT])
+        seen = torch.isin(torch.arange(number, device=statistics["classes"].device), statistics["classes"])
+        weight = covariance_head(statistics, number, self.shrinkage)
+        return Head(weight, torch.zeros_like(weight[:, 0]), seen)
+
+
+def covariance_head(rows: Mapping[str, Tensor], number: int, shrinkage: float) -> Tensor:
+    """The normalized rows of W for `number` classes, from rows of class means and counts."""
+    classes, n_k, means = rows["classes"], rows["counts"].double(), rows["means"].double()
+    width = means.shape[1]
+    zeros = n_k.new_zeros(number)
+    total = zeros.index_add(0, classes, n_k)  # N_c
+    holders = zeros.index_add(0, classes, torch.ones_like(n_k))  # K_c
+    class_sums = means.new_zeros(number, width).index_add(0, classes, means * n_k[:, None])  # N_c μ_c
+    mu = class_sums / total.clamp(min=1)[:, None]
+    samples = (total - 1).clamp(min=0)
+    factor = (samples / (holders - 1).clamp(min=1)).where(holders > 1, 0.0)  # (N_c − 1) / (K_c − 1)
+    deviations = (means - mu[classes]) * (n_k * factor[classes]).sqrt()[:, None]
+    scatter = deviations.T @ deviations  # within classes, without γ
+    gamma = shrinkage * float(scatter.trace() / width)
+    identity = torch.eye(width, dtype=scatter.dtype, device=scatter.device)
+    mean = class_sums.sum(0) / total.sum()  # μ
+    g = scatter + (gamma or 1.0) * identity + total.sum() * torch.outer(mean, mean)
+    return F.normalize(torch.linalg.solve(g, class_sums.T).T)
