@@ -36,7 +36,7 @@ from fewer.registry import METHODS
 from fewer.runtime import Clients
 from fewer.wire import Schema
 
-SHRINKAGE = 0.1
+SHRINKAGE = 1.0
 
 
 @METHODS.register("fedcof")
@@ -44,7 +44,7 @@ class FedCOF(HeadOnly):
     """One round without training: a linear head from class means and their covariance. Clients send class means."""
 
     class_sums: ClassVar[Literal["", "joint", "by client"]] = "by client"
-    tunable: ClassVar[SearchSpace] = {"shrinkage": (0.01, 0.1, 1.0)}
+    tunable: ClassVar[SearchSpace] = {"shrinkage": (0.1, 0.3, 1.0, 3.0)}
 
     shrinkage: PositiveFloat = SHRINKAGE
     """Variance added to each feature (γ), relative to the mean variance within classes."""
