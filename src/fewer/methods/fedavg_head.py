@@ -37,8 +37,9 @@ class FedAvgHead(FedAvg):
     """The method of round 1: fedncm, fedcof, fed3r or fedpft."""
     head_options: dict[str, Any] = Field(default_factory=dict)
     """Options of this method."""
-    temperature: PositiveFloat = 0.1
-    """Divides the head of round 1. With rows of norm 1, its probabilities are nearly equal, and clients unlearn it."""
+    temperature: PositiveFloat = Field(default=1.0, json_schema_extra={"neutral": True})
+    """Divides the head of round 1, whose rows have norm 1. With a frozen encoder, 0.1 keeps clients from unlearning it;
+    if the encoder is trained, its gradients grow."""
 
     @field_validator("head")
     @classmethod
