@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -96,7 +97,9 @@ def _add_peft_lora(net: nn.Module, rank: int) -> set[str]:
     for model in models:
         peft = import_extra("peft", "hf")
         config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
-        peft.inject_adapter_in_model(config, model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft warns about each transposed layer, which it handles
+            peft.inject_adapter_in_model(config, model)
     return {name for name in net.state_dict() if ".lora_" in name} if models else set()
 
 
