@@ -44,9 +44,11 @@ class FLProto(FewShot):
         return select_encoder(task.initial_weights(seed))
 
     def fit(self, client: Client, model: Weights) -> Weights:
-        """Takes one Adam step per task and returns the encoder."""
+        """Takes one Adam step per task and returns the encoder. A frozen encoder is not trained."""
         net = self.task_solver(client, model, best=False).train()
         encoder = split_net(net)[0]
+        if next(encoder.parameters(), None) is None:
+            return model
         optimizer = torch.optim.Adam(encoder.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         generator = client.stream("tasks")
         for _ in range(self.tasks):
