@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 WORDS = ("good", "fine", "bad", "poor", "film", "##s", "the")
 
 
-def save_tiny_text_model(folder: Path, words: tuple[str, ...] = WORDS, width: int = 16) -> Path:
-    """Saves a small BERT and its tokenizer for these words."""
+def save_tiny_text_model(
+    folder: Path, words: tuple[str, ...] = WORDS, width: int = 16, kind: Literal["bert", "gpt2"] = "bert"
+) -> Path:
+    """Saves a small BERT or GPT-2 and its tokenizer for these words."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+    from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, PreTrainedTokenizerFast
 
     special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
     vocabulary = {word: index for index, word in enumerate((*special, *words))}
@@ -25,9 +28,12 @@ def save_tiny_text_model(folder: Path, words: tuple[str, ...] = WORDS, width: in
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
     torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(vocab_size=len(vocabulary), n_positions=40, n_embd=width, n_layer=1, n_head=2)
+        GPT2Model(config).save_pretrained(folder)
+        return folder
     sizes = {"hidden_size": width, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 2 * width}
-    config = BertConfig(vocab_size=len(vocabulary), max_position_embeddings=40, **sizes)
-    BertModel(config).save_pretrained(folder)
+    BertModel(BertConfig(vocab_size=len(vocabulary), max_position_embeddings=40, **sizes)).save_pretrained(folder)
     return folder
 
 

@@ -206,7 +206,7 @@ EDGE_CASES = {
 
 
 @pytest.mark.parametrize("case", EDGE_CASES)
-@pytest.mark.parametrize("head", ["linear", "distance", "gpal"])
+@pytest.mark.parametrize("head", ["linear", "distance", "gpal", "fedncm", "fedcof"])
 def test_a_round_survives_unusual_groups(head: Any, case: str, tmp_path: Path) -> None:
     pairs, options = EDGE_CASES[case], {"way": 2, "group_size": 2, "eval_groups": 1}
     methods: list[Method] = [FRL(rounds=4, head=head, **options), FRLPerFedAvg(rounds=1, head=head, **options)]

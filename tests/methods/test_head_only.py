@@ -11,12 +11,18 @@ import torch
 from torch import nn
 
 import fewer
+from fewer.data.episodes import Episode
 from fewer.errors import SettingError
+from fewer.learning.group_model import GroupModel
+from fewer.learning.prototypes import class_prototypes
 from fewer.methods.fed3r import Fed3R
 from fewer.methods.fedavg_head import FedAvgHead
 from fewer.methods.fedcof import FedCOF
 from fewer.methods.fedncm import FedNCM
 from fewer.methods.fedpft import FedPFT
+from fewer.methods.few_rounds import GroupState
+from fewer.methods.fl_proto import FLProto
+from fewer.methods.frl_baselines import FRLScratch
 from fewer.methods.head_only import UNSEEN_BIAS, HeadOnly
 from fewer.runtime import stream
 from tests.helpers import Array
@@ -65,7 +71,7 @@ def test_fedncm_with_euclidean_distance_predicts_the_nearest_mean() -> None:
 
 def fedcof_head(groups: list[tuple[int, Array]], shrinkage: float) -> Array:
     """W by the formulas of the paper, from the features of each class and client."""
-    scatter, b = np.zeros((4, 4)), []
+    scatter, b, n = np.zeros((4, 4)), [], sum(len(z) for _, z in groups)
     for label in range(3):
         parts = [z for held, z in groups if held == label]
         mu = np.concatenate(parts).mean(0)
@@ -75,7 +81,8 @@ def fedcof_head(groups: list[tuple[int, Array]], shrinkage: float) -> Array:
             deviations = [(z.mean(0) - mu) for z in parts]
             outer = [len(z) * np.outer(d, d) for z, d in zip(parts, deviations, strict=True)]
             scatter += (total - 1) * sum(outer) / (len(parts) - 1)
-    g = scatter + shrinkage * np.trace(scatter) / 4 * np.eye(4)
+    mean = sum(b) / n
+    g = scatter + shrinkage * np.trace(scatter) / 4 * np.eye(4) + n * np.outer(mean, mean)
     return normalize((np.linalg.inv(g) @ np.stack(b).T).T)
 
 
@@ -179,10 +186,10 @@ def test_a_class_without_samples_is_never_predicted(method: type[HeadOnly]) -> N
 
 
 def test_fedavg_head_starts_from_the_head_of_another_method() -> None:
-    start = run(FedAvgHead(rounds=1, head="fed3r", head_options={"ridge": 0.05}))
-    assert torch.equal(start.state.model["head.weight"], run(Fed3R(ridge=0.05)).state.head["head.weight"])
+    start = run(FedAvgHead(rounds=1, head="fed3r", head_options={"ridge": 0.05}, temperature=0.5))
+    assert torch.allclose(start.state.model["head.weight"], 2 * run(Fed3R(ridge=0.05)).state.head["head.weight"])
     assert torch.equal(start.state.model["encoder.0.weight"], encoder_head_net().state_dict()["encoder.0.weight"])
-    trained = run(FedAvgHead(rounds=2, head="fed3r", head_options={"ridge": 0.05}, lr=0.1))
+    trained = run(FedAvgHead(rounds=2, head="fed3r", head_options={"ridge": 0.05}, temperature=0.5, lr=0.1))
     assert not torch.equal(trained.state.model["encoder.0.weight"], start.state.model["encoder.0.weight"])
 
 
@@ -191,6 +198,31 @@ def test_fedavg_head_keeps_the_initial_weights_of_classes_without_samples() -> N
     initial = encoder_head_net().state_dict()
     assert torch.equal(result.state.model["head.weight"][2], initial["head.weight"][2])
     assert torch.equal(result.state.model["head.bias"][2], initial["head.bias"][2])
+
+
+@pytest.mark.parametrize("head", ["fedncm", "fedcof"])
+def test_heads_from_class_means_classify_for_groups_of_frl(head: Any) -> None:
+    result = run(head)
+    parts = [class_prototypes(torch.as_tensor(z), torch.as_tensor(y)) for z, y in zip(Z, Y, strict=True)]
+    updates = [{"model": {}, "size": len(y), **part._asdict()} for part, y in zip(parts, Y, strict=True)]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    group = FRLScratch(head=head).aggregate(GroupState({}, nothing, torch.zeros(0, 4), 3), updates)
+    assert np.allclose(group.means, result.state.head["head.weight"], atol=1e-5)
+    x = torch.as_tensor(np.concatenate([x for x, _ in PAIRS]))
+    with torch.no_grad():
+        scores = GroupModel(encoder_head_net().double(), group.classes, group.means, 3)(x.double())
+        assert torch.equal(scores.argmax(1), result.model(x).argmax(1))
+
+
+def test_a_head_from_class_means_classifies_in_tasks_of_f2l() -> None:
+    support, y = torch.as_tensor(PAIRS[1][0]), torch.as_tensor(Y[1])
+    task = Episode(support, y, torch.as_tensor(PAIRS[0][0]), torch.as_tensor(Y[0]), torch.arange(3))
+    net, groups = encoder_head_net().eval(), [(int(label), z[None]) for label, z in zip(Y[1], Z[1], strict=True)]
+    expected = {"fedncm": normalize(np.stack([Z[1][Y[1] == c].mean(0) for c in range(3)]))}
+    expected["fedcof"] = fedcof_head(groups, 1.0)
+    for head, weight in expected.items():
+        predicted = FLProto(head=head, way=3).predict(net, task)["accuracy"]  # type: ignore[arg-type]
+        assert predicted.tolist() == (Z[0] @ weight.T).argmax(1).tolist()
 
 
 def test_errors_name_the_setting() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,20 @@ def _find_weights(state: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def test_lora_changes_the_fused_projection_of_torch_attention() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    net = EncoderHead(nn.Sequential(layer, nn.Flatten()), 24, 10)
+    restricted = train_only(Task((3, 8), 10, lambda: copy.deepcopy(net)), "lora:rank=1", 0)
+    adapted = restricted.net()
+    matrices = {name.rpartition(".parametrizations.")[2] for name in restricted.initial_weights(0)}
+    assert {"in_proj_weight.0.a", "in_proj_weight.0.b", "weight.0.a", "weight.0.b"} <= matrices
+    x, attention = torch.randn(2, 3, 8), adapted.get_submodule("encoder.0.self_attn")
+    before = adapted(x)
+    with torch.no_grad():
+        attention.get_parameter("parametrizations.in_proj_weight.0.b").add_(1.0)
+    assert torch.allclose(before, net(x), atol=1e-5) and not torch.allclose(adapted(x), before, atol=1e-3)
+
+
 def test_train_head_is_freeze_encoder_without_a_cache(digits: ArrayData) -> None:
     net = make_net()
     head = fewer.run("fedavg", digits, model=net, train="head", rounds=2)
@@ -160,5 +175,8 @@ def test_errors_name_the_setting(digits: ArrayData) -> None:
         fewer.run("fedavg", digits, model=make_net(), train="decoder")
     with pytest.raises(SettingError, match="neither lora:rank=N, bias, norm, head nor a regular expression"):
         fewer.run("fedavg", digits, model=make_net(), train="(")
+    flat = EncoderHead(nn.Flatten(), 64, 10)
+    with pytest.raises(SettingError, match="train = lora:rank=2 finds no linear layer before the head: use norm"):
+        fewer.run("fedavg", digits, model=flat, train="lora:rank=2")
     with pytest.raises(SettingError, match="leave out train"):
         fewer.run("fedavg", digits, model=make_net(), train="head", freeze="encoder")

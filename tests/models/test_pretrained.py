@@ -204,3 +204,41 @@ def test_timm_weights_are_fetched_only_when_asked(tmp_path: Path, timm_calls: li
         TimmNet("resnet18", (3, 6, 6), 2, weights=str(tmp_path / "none"))
     with pytest.raises(SettingError, match=r"takes images with 1 or 3 channels, but inputs have shape \(5,\)"):
         fewer.run("fedncm", make_texts(), model="timm:resnet18", model_options={"download": True})
+
+
+# --- adapters -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_lora_of_peft_changes_all_linear_layers_of_a_transformer(kind: Any, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    folder = save_tiny_text_model(tmp_path / "tiny", kind=kind)
+    data = make_texts()
+    options: dict[str, Any] = {"rounds": 1, "method_options": {"local_steps": 2}}
+    result = fewer.run("fedavg", data, model=f"hf:{folder}", train="lora:rank=2", **options)
+    names = [name for name in result.state.model if not name.startswith("head.")]
+    assert names and all(".lora_" in name for name in names)
+    attention = "query" if kind == "bert" else "c_attn"  # queries, keys and values in one Conv1D
+    assert any(f"{attention}.lora_B" in name and result.state.model[name].any() for name in names)
+    assert 0 < result.metrics["up"] < fewer.run("fedavg", data, model=f"hf:{folder}", **options).metrics["up"]
+    net = result.trained_net
+    base = next(module for name, module in net.named_modules() if name.endswith(f"{attention}.base_layer"))
+    saved = pretrained._load_transformer(str(folder), False)
+    unchanged = next(module for name, module in saved.named_modules() if name.endswith(attention))
+    assert torch.equal(base.weight, unchanged.weight)
+
+
+def test_a_lora_round_of_a_small_bert_sends_two_percent_of_its_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    folder, data = save_tiny_text_model(tmp_path / "tiny", width=256), make_texts()
+    options: dict[str, Any] = {"model": f"hf:{folder}", "rounds": 1, "method_options": {"local_steps": 1}}
+    lora = fewer.run("fedavg", data, train="lora:rank=1", **options).metrics
+    assert lora["up"] <= 0.02 * fewer.run("fedavg", data, **options).metrics["up"]
+
+
+def test_lora_without_peft_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    folder = save_tiny_text_model(tmp_path / "tiny")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(SettingError, match=r"models of hf need peft: pip install 'fewer\[hf\]'"):
+        fewer.run("fedavg", make_texts(), model=f"hf:{folder}", train="lora")

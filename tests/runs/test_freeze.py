@@ -173,3 +173,15 @@ def test_errors_say_what_to_do(digits: ArrayData) -> None:
         fewer.run("fedncm", table, model="mlp", freeze="encoder")
     with pytest.raises(SettingError, match="freeze must be 'none' or 'encoder', got 'head'"):
         fewer.run(METHOD, digits, freeze="head")
+
+
+def test_a_frozen_encoder_solves_tasks_without_training() -> None:
+    options: dict[str, Any] = {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "head": "fedcof"}
+    settings = {"clients": 4, "partition": "iid", "data_options": {"split": "4/3/3"}, "rounds": 1}
+    result = fewer.run("fl-proto", "digits", model="cnn", freeze="encoder", method_options=options, **settings)
+    assert not result.state.model and result.accuracy > 0.5
+
+
+def test_a_method_without_anything_to_train_says_so() -> None:
+    with pytest.raises(fewer.QuorumLost, match="unable .*nothing to train: the loss depends on frozen parameters only"):
+        fewer.run("fedrep", "digits", clients=4, model="cnn", freeze="encoder", rounds=1)

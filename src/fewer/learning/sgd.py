@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fewer.data import Samples
 from fewer.learning.protect import ProtectedBatches
 from fewer.models import Task
+from fewer.runtime import Unable
 
 GradientHook = Callable[[list[Tensor], tuple[Tensor, ...]], None]
 """Takes parameters and gradients, and changes the gradients in place."""
@@ -114,6 +115,13 @@ def task_loss(task: Task) -> Loss:
     return lambda net, x, y: task.loss(net(x), y)
 
 
+def _compute_gradients(value: Tensor, parameters: list[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of a loss; 0 for parameters that it does not depend on."""
+    if not value.requires_grad:
+        raise Unable("nothing to train: the loss depends on frozen parameters only")
+    return torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+
+
 def sgd(
     net: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]] | ProtectedBatches,
@@ -126,7 +134,8 @@ def sgd(
     """Trains the net in place, with one step per batch: w ← w − lr · ∇loss, or that of another optimizer.
 
     `modify_gradients(parameters, gradients)` may change the gradients before each step. A schedule needs the number of
-    `steps`; by default, it draws all batches first to count them. Protected batches give noisy gradients.
+    `steps`; by default, it draws all batches first to count them. Protected batches give noisy gradients. Raises
+    `Unable` if no trained parameter changes the loss.
     """
     net.train()
     parameters: list[Tensor] = [parameter for parameter in net.parameters() if parameter.requires_grad]
@@ -136,10 +145,7 @@ def sgd(
         if optimizer.lr_schedule != "constant" and steps is None:
             batches = list(batches)
             steps = len(batches)
-        all_gradients = (
-            torch.autograd.grad(loss(net, x, y), parameters, allow_unused=True, materialize_grads=True)
-            for x, y in batches
-        )
+        all_gradients = (_compute_gradients(loss(net, x, y), parameters) for x, y in batches)
     step = optimizer.make_step(parameters, lr, steps or 0)
     for gradients in all_gradients:
         with torch.no_grad():

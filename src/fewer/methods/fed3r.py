@@ -67,9 +67,9 @@ class Fed3R(HeadOnly):
         return features if self.projection is None else features @ self._matrix(features.shape[1], seed).to(features)
 
     def _matrix(self, width: int, seed: int) -> Tensor:
-        """The random matrix."""
+        """The random matrix. It keeps the mean square norm of features, so that moments fit into float16."""
         columns = self.projection or width
-        return torch.randn(width, columns, generator=stream(seed, "fed3r", "projection"))
+        return torch.randn(width, columns, generator=stream(seed, "fed3r", "projection")) / columns**0.5
 
     def merge(self, parts: Sequence[Mapping[str, Tensor]]) -> Weights:
         """Σ_k A_k and Σ_k b_k"""

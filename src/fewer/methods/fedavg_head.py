@@ -4,6 +4,8 @@ Legate et al. (NeurIPS 2023) start fine-tuning from the head of FedNCM, Fanì et
 Goswami et al. (2024) from that of FedCOF. In round 1 clients send the statistics of features of the initial encoder.
 From round 2 on, FedAvg trains the whole model; with a frozen encoder, the head.
 
+The head's rows have norm 1. Fanì et al. calibrate the temperature of the softmax for them; `temperature` does this.
+
 Departures: those of FedAvg and of the method in `head`. Classes that no client of round 1 holds keep their initial
 weights.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveFloat, field_validator
 from pydantic_core import PydanticCustomError
 
 from fewer.errors import QuorumLost, SettingError
@@ -35,6 +37,9 @@ class FedAvgHead(FedAvg):
     """The method of round 1: fedncm, fedcof, fed3r or fedpft."""
     head_options: dict[str, Any] = Field(default_factory=dict)
     """Options of this method."""
+    temperature: PositiveFloat = Field(default=1.0, json_schema_extra={"neutral": True})
+    """Divides the head of round 1, whose rows have norm 1. With a frozen encoder, 0.1 keeps clients from unlearning it;
+    if the encoder is trained, its gradients grow."""
 
     @field_validator("head")
     @classmethod
@@ -67,7 +72,9 @@ class FedAvgHead(FedAvg):
         if not answers:
             raise QuorumLost(f"round {clients.round}: no client sent valid statistics")
         statistics = method.merge(list(answers.values()))
-        return ModelState(write_head(state.model, method.fit_head(statistics, head, clients)))
+        fitted = method.fit_head(statistics, head, clients)
+        scaled = fitted._replace(weight=fitted.weight / self.temperature, bias=fitted.bias / self.temperature)
+        return ModelState(write_head(state.model, scaled))
 
     @on_client
     def send_statistics(self, client: Client) -> dict[str, Any]:

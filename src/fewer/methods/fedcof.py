@@ -5,15 +5,16 @@ Federated Learning with Pre-Trained Models, 2024. As in FedNCM, client k sends t
 classes and their number n_kc. The means of samples vary as the samples do, n_kc times less. So the server estimates
 
     Σ_c = Σ_k n_kc (μ_kc − μ_c)(μ_kc − μ_c)ᵀ / (K_c − 1) + γ I        with K_c clients that hold class c
-    G = Σ_c (N_c − 1) Σ_c        B = [N_c μ_c]        W = G⁻¹ B, each column divided by its norm
+    G = Σ_c (N_c − 1) Σ_c + N μ μᵀ        B = [N_c μ_c]        W = G⁻¹ B, each column divided by its norm
 
-N_c is the number of samples and μ_c the mean of class c. G is the scatter within classes.
+N_c is the number of samples and μ_c the mean of class c; N and μ are those of all classes. G is the second moment of
+the features without the scatter between classes, which the paper leaves out.
 
 Departures:
 
 - A class that a single client holds has Σ_c = γ I: one mean does not vary.
 - With `subsets` > 1, a client sends the means of this many random subsets of each class. Each counts as a client.
-- γ is relative: it is `shrinkage` times the mean variance of a feature in G. The paper's γ depends on the encoder.
+- γ is `shrinkage` times the mean variance of a feature within classes. The paper's γ depends on the encoder.
 - The server keeps all class means that clients sent, because K_c and μ_c are not known before.
 - With `--dp record:…`, class means follow from noisy sums and counts. Their noise adds to Σ_c, and `subsets` is 1.
 """
@@ -35,15 +36,17 @@ from fewer.registry import METHODS
 from fewer.runtime import Clients
 from fewer.wire import Schema
 
+SHRINKAGE = 1.0
+
 
 @METHODS.register("fedcof")
 class FedCOF(HeadOnly):
     """One round without training: a linear head from class means and their covariance. Clients send class means."""
 
     class_sums: ClassVar[Literal["", "joint", "by client"]] = "by client"
-    tunable: ClassVar[SearchSpace] = {"shrinkage": (0.01, 0.1, 1.0)}
+    tunable: ClassVar[SearchSpace] = {"shrinkage": (0.1, 0.3, 1.0, 3.0)}
 
-    shrinkage: PositiveFloat = 0.1
+    shrinkage: PositiveFloat = SHRINKAGE
     """Variance added to each feature (γ), relative to the mean variance within classes."""
     subsets: PositiveInt = 1
     """Random subsets of a client's samples of a class whose means are sent. More help if clients are few."""
@@ -74,19 +77,27 @@ class FedCOF(HeadOnly):
 
     def fit_head(self, statistics: Weights, head: Weights, clients: Clients) -> Head:
         """W = G⁻¹ B, normalized"""
-        classes, n_k = statistics["classes"], statistics["counts"].double()
-        means = statistics["means"].double()
-        number, width = head[HEAD_WEIGHT].shape
-        zeros = n_k.new_zeros(number)
-        total = zeros.index_add(0, classes, n_k)  # N_c
-        holders = zeros.index_add(0, classes, torch.ones_like(n_k))  # K_c
-        class_sums = means.new_zeros(number, width).index_add(0, classes, means * n_k[:, None])  # N_c μ_c
-        mu = class_sums / total.clamp(min=1)[:, None]
-        samples = (total - 1).clamp(min=0)
-        factor = (samples / (holders - 1).clamp(min=1)).where(holders > 1, 0.0)  # (N_c − 1) / (K_c − 1)
-        deviations = (means - mu[classes]) * (n_k * factor[classes]).sqrt()[:, None]
-        scatter = deviations.T @ deviations  # G, without γ
-        gamma = self.shrinkage * float(scatter.trace() / width)
-        identity = torch.eye(width, dtype=scatter.dtype, device=scatter.device)
-        weight = torch.linalg.solve(scatter + (gamma or 1.0) * identity, class_sums.T).T
-        return Head(F.normalize(weight), zeros, total > 0)
+        number = len(head[HEAD_WEIGHT])
+        seen = torch.isin(torch.arange(number, device=statistics["classes"].device), statistics["classes"])
+        weight = covariance_head(statistics, number, self.shrinkage)
+        return Head(weight, torch.zeros_like(weight[:, 0]), seen)
+
+
+def covariance_head(rows: Mapping[str, Tensor], number: int, shrinkage: float) -> Tensor:
+    """The normalized rows of W for `number` classes, from rows of class means and counts."""
+    classes, n_k, means = rows["classes"], rows["counts"].double(), rows["means"].double()
+    width = means.shape[1]
+    zeros = n_k.new_zeros(number)
+    total = zeros.index_add(0, classes, n_k)  # N_c
+    holders = zeros.index_add(0, classes, torch.ones_like(n_k))  # K_c
+    class_sums = means.new_zeros(number, width).index_add(0, classes, means * n_k[:, None])  # N_c μ_c
+    mu = class_sums / total.clamp(min=1)[:, None]
+    samples = (total - 1).clamp(min=0)
+    factor = (samples / (holders - 1).clamp(min=1)).where(holders > 1, 0.0)  # (N_c − 1) / (K_c − 1)
+    deviations = (means - mu[classes]) * (n_k * factor[classes]).sqrt()[:, None]
+    scatter = deviations.T @ deviations  # within classes, without γ
+    gamma = shrinkage * float(scatter.trace() / width)
+    identity = torch.eye(width, dtype=scatter.dtype, device=scatter.device)
+    mean = class_sums.sum(0) / total.sum()  # μ
+    g = scatter + (gamma or 1.0) * identity + total.sum() * torch.outer(mean, mean)
+    return F.normalize(torch.linalg.solve(g, class_sums.T).T)

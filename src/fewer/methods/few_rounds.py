@@ -28,6 +28,7 @@ from fewer.learning.prototypes import Prototypes, class_positions, class_prototy
 from fewer.learning.sgd import LocalOptimizer, epoch_batches
 from fewer.methods import MAX_SAMPLES, Client, Context, Group, Method, Needs, SearchSpace, State, StateT
 from fewer.methods.fedavg import average_by_size, train_models
+from fewer.methods.head_prototypes import head_prototypes
 from fewer.methods.private_prototypes import private_prototypes
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.models.split import feature_width
@@ -74,8 +75,9 @@ class FewRounds(Method[StateT]):
 
     needs: ClassVar[Needs] = "classes"
 
-    head: Literal["linear", "distance", "gpal"] = "gpal"
-    """Classify by a linear layer, by distance to prototypes, or by distance with GPAL."""
+    head: Literal["linear", "distance", "gpal", "fedncm", "fedcof"] = "gpal"
+    """Classify by a linear layer, by distance to prototypes, or by distance with GPAL. `fedncm` and `fedcof` train as
+    `distance` does; the group then classifies by the head of this method."""
     lr: PositiveFloat = 0.003
     """Learning rate of local training (α). A linear head needs a larger one."""
     epochs: PositiveInt = 1
@@ -154,8 +156,8 @@ class FewRounds(Method[StateT]):
         return {"classes": group.classes, "means": group.means} if downloads else {}
 
     def uploads_prototypes(self, last: bool) -> bool:
-        """True if clients upload prototypes: always with GPAL, with `distance` in the last round to predict with."""
-        return self.head == "gpal" or (self.head == "distance" and last)
+        """True if clients upload prototypes: always with GPAL, otherwise in the last round to predict with."""
+        return self.head == "gpal" or (self.head != "linear" and last)
 
     def aggregate(
         self,
@@ -173,6 +175,8 @@ class FewRounds(Method[StateT]):
             return group
         local = [Prototypes(update["classes"], update["means"], update["counts"]) for update in updates]
         classes, means, _ = merge_prototypes(local)
+        if self.head in ("fedncm", "fedcof"):
+            means = head_prototypes(self.head, local)
         return replace(group, classes=classes, means=means)
 
     def sent_weights(self, model: Weights) -> Weights:

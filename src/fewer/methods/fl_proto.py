@@ -9,11 +9,15 @@ Departures:
 
 - Adam restarts in every round.
 - The encoder is F2L's server encoder, without the Transformer.
+- `head` classifies the queries of a task by another head on the features of the support. Training does not change.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +25,7 @@ from fewer.data.episodes import Episode
 from fewer.learning.prototypes import class_prototypes, prototype_logits
 from fewer.methods.context import Client
 from fewer.methods.fewshot import FewShot, LocalOnly, select_encoder
+from fewer.methods.head_prototypes import head_prototypes
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.registry import METHODS
 
@@ -29,15 +34,21 @@ from fewer.registry import METHODS
 class FLProto(FewShot):
     """Prototypical networks on each client; the server averages the encoders. There is no head."""
 
+    head: Literal["distance", "fedncm", "fedcof"] = Field(default="distance", json_schema_extra={"neutral": True})
+    """Classify queries by distance to prototypes, or by the head of FedNCM or FedCOF on the support. For FedCOF, each
+    support sample counts as a client."""
+
     def initial_weights(self, task: Task, seed: int) -> Weights:
         """An encoder without a head."""
         split_net(task.net())
         return select_encoder(task.initial_weights(seed))
 
     def fit(self, client: Client, model: Weights) -> Weights:
-        """Takes one Adam step per task and returns the encoder."""
+        """Takes one Adam step per task and returns the encoder. A frozen encoder is not trained."""
         net = self.task_solver(client, model, best=False).train()
         encoder = split_net(net)[0]
+        if next(encoder.parameters(), None) is None:
+            return model
         optimizer = torch.optim.Adam(encoder.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         generator = client.stream("tasks")
         for _ in range(self.tasks):
@@ -53,9 +64,13 @@ class FLProto(FewShot):
 
     def predict(self, solver: nn.Module, task: Episode) -> dict[str, Tensor]:
         """The class of the nearest prototype."""
+        encoder = split_net(solver)[0]
         with torch.no_grad():
-            logits = query_logits(split_net(solver)[0], task)
-        return {"accuracy": logits.argmax(1)}
+            if self.head == "distance":
+                return {"accuracy": query_logits(encoder, task).argmax(1)}
+            support = zip(encoder(task.support_x).split(1), task.support_y.split(1), strict=True)
+            means = head_prototypes(self.head, [class_prototypes(*sample) for sample in support])
+            return {"accuracy": prototype_logits(encoder(task.query_x), means).argmax(1)}
 
 
 @METHODS.register("local-proto")

@@ -2,12 +2,14 @@
 
 All other parameters and buffers become non-persistent buffers, which a state dict leaves out. So `get_weights` and
 `load_weights` see the trained ones alone, and methods need not know. LoRA (Hu et al., ICLR 2022) adds B A to a weight
-matrix, with B = 0 at first, and trains A and B.
+matrix, with B = 0 at first, and trains A and B. The library peft adds them to models of transformers.
 """
 
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,11 +20,14 @@ from torch.nn.utils import parametrize
 
 from fewer.errors import SettingError
 from fewer.models.frozen import HEAD
+from fewer.models.pretrained import import_extra
 from fewer.models.task import Task
 from fewer.models.weights import Weights, get_weights, load_weights, norm_weight_names
 
 LORA = re.compile(r"lora(?::rank=([1-9]\d*))?")
 DEFAULT_RANK = 8
+MATRICES: dict[type[nn.Module], str] = {nn.Linear: "weight", nn.MultiheadAttention: "in_proj_weight"}
+"""The weight matrix of a layer that LoRA changes. Queries, keys and values share one in torch's attention."""
 
 
 class LowRank(nn.Module):
@@ -50,6 +55,9 @@ def train_only(task: Task, trained: str, seed: int) -> Task:
     if not any(parameter.requires_grad for parameter in net.parameters()):
         names = ", ".join(name for name, _ in task.net().named_parameters())
         raise SettingError(f"train = {trained} matches no parameter of the model (it has: {names})")
+    if LORA.fullmatch(trained) and all(name.startswith(HEAD) for name in net.state_dict()):
+        advice = "use norm, bias or a regular expression"
+        raise SettingError(f"train = {trained} finds no linear layer before the head: {advice}")
     initial = None if task.pretrained is None else get_weights(net)
     return replace(task, build_net=build_net, pretrained=initial, partial=True)
 
@@ -61,6 +69,9 @@ def _build(build_net: Callable[[], nn.Module], trained: str, full: Weights) -> n
     names = _trained_names(net, trained)
     load_weights(net, {name: (fresh[name] if name in names else full[name]).cpu() for name in fresh})
     lora = LORA.fullmatch(trained)
+    rank = int(lora[1] or DEFAULT_RANK) if lora else 0
+    if rank:
+        names |= _add_peft_lora(net, rank)
     for prefix, module in list(net.named_modules()):
         tensors = {**module._parameters, **module._buffers}
         frozen = [
@@ -72,12 +83,24 @@ def _build(build_net: Callable[[], nn.Module], trained: str, full: Weights) -> n
             _to_buffer(module, name)
         if frozen and isinstance(module, nn.modules.batchnorm._BatchNorm) and len(frozen) == len(tensors):
             module.eval().train = lambda mode=True, module=module: module  # type: ignore[method-assign, misc]
-        if lora and "weight" in frozen and isinstance(module, nn.Linear):
-            parametrize.register_parametrization(
-                module, "weight", LowRank(module.weight, int(lora[1] or DEFAULT_RANK)), unsafe=True
-            )
-            module.get_submodule("parametrizations.weight")._non_persistent_buffers_set.add("original")
+        matrix = next((name for kind, name in MATRICES.items() if isinstance(module, kind)), "")
+        if rank and matrix in frozen and ".base_layer" not in prefix:
+            parametrize.register_parametrization(module, matrix, LowRank(getattr(module, matrix), rank), unsafe=True)
+            module.get_submodule(f"parametrizations.{matrix}")._non_persistent_buffers_set.add("original")
     return net
+
+
+def _add_peft_lora(net: nn.Module, rank: int) -> set[str]:
+    """Adds LoRA to all models of transformers in the net, and returns the names of its matrices."""
+    transformers = sys.modules.get("transformers")  # without it, the net contains none of its models
+    models = [module for module in net.modules() if transformers and isinstance(module, transformers.PreTrainedModel)]
+    for model in models:
+        peft = import_extra("peft", "hf")
+        config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft warns about each transposed layer, which it handles
+            peft.inject_adapter_in_model(config, model)
+    return {name for name in net.state_dict() if ".lora_" in name} if models else set()
 
 
 def _to_buffer(module: nn.Module, name: str) -> None:

@@ -53,7 +53,7 @@ class TimmNet(EncoderHead):
 @cache
 def _load_timm(source: str, weights: str | None, download: bool) -> tuple[nn.Module, dict[str, Any]]:
     """The encoder without its classifier, and its configuration."""
-    timm = _import("timm", "timm")
+    timm = import_extra("timm", "timm")
     if not timm.is_model(source.partition(".")[0]):
         raise SettingError(f"timm has no model '{source}'; timm.list_models() lists them")
     if weights is not None and not Path(weights).is_file():
@@ -71,7 +71,7 @@ def _cached_timm_weights(timm: Any, source: str) -> str:
     """The file of weights in the cache. SettingError if it is not there."""
     config = timm.get_pretrained_cfg(source)
     repository = config and config.hf_hub_id
-    hub = _import("huggingface_hub", "timm")
+    hub = import_extra("huggingface_hub", "timm")
     file = hub.try_to_load_from_cache(repository, "model.safetensors") if repository else None
     if not isinstance(file, str):
         advice = "pass --model-option weights=FILE, or download=true to fetch them"
@@ -172,7 +172,7 @@ class SplitWords(nn.Module):
 @cache
 def _load_transformer(source: str, download: bool) -> Any:
     """The encoder with its weights. All random weights, of layers that the weights lack, are the same everywhere."""
-    transformers = _import("transformers", "hf")
+    transformers = import_extra("transformers", "hf")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     options = {"local_files_only": not download, "attn_implementation": "eager", "use_safetensors": True}
@@ -201,7 +201,7 @@ def _missing_model(source: str, download: bool, error: Exception) -> SettingErro
 
 def _build_preprocess(source: str, download: bool, config: Any, size: int | None) -> Preprocess:
     """Resizing and normalization as in preprocessor_config.json; without this file, pixels from -1 to 1."""
-    transformers = _import("transformers", "hf")
+    transformers = import_extra("transformers", "hf")
     try:
         file = transformers.utils.cached_file(source, "preprocessor_config.json", local_files_only=not download)
         declared = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -217,7 +217,7 @@ def _build_preprocess(source: str, download: bool, config: Any, size: int | None
 @cache
 def _split_words(source: str, download: bool, words: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor, int]:
     """The tokens of each word, those before and after a text, and the largest number of tokens of a text."""
-    transformers, config = _import("transformers", "hf"), _load_transformer(source, download).config
+    transformers, config = import_extra("transformers", "hf"), _load_transformer(source, download).config
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=not download)
     except Exception as error:
@@ -255,7 +255,7 @@ def _mode(name: str | None) -> str:
     return name if name in ("bilinear", "bicubic") else "bilinear"
 
 
-def _import(library: str, extra: str) -> Any:
+def import_extra(library: str, extra: str) -> Any:
     """Imports a library of an extra. SettingError if it is not installed, or does not work."""
     try:
         return import_module(library)
