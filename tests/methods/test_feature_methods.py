@@ -29,9 +29,9 @@ def make_net() -> EncoderHead:
     return EncoderHead(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), 4, 2)
 
 
-def batches(client: int, round: int, steps: int = 2) -> list[tuple[Tensor, Tensor]]:
+def batches(client: int, round: int, purpose: str = "batches") -> list[tuple[Tensor, Tensor]]:
     x, y = (torch.as_tensor(part) for part in PAIRS[client])
-    rows = torch.randint(len(y), (steps, 2), generator=stream(SEED, round, client, "batches"))
+    rows = torch.randint(len(y), (2, 2), generator=stream(SEED, round, client, purpose))
     return [(x[row], y[row]) for row in rows]
 
 
@@ -133,26 +133,36 @@ def test_fedrod_balances_the_generic_head_and_adds_a_personal_one(tmp_path: Path
 # --- DBE --------------------------------------------------------------------------------------------------------
 
 
+def test_the_published_settings_of_dbe_are_the_defaults() -> None:
+    assert (DBE().kappa, DBE().mu) == (50, 1)
+
+
 @pytest.mark.parametrize("mu", [1.0, 0.4])
 def test_dbe_shifts_features_and_regularizes_their_mean(mu: float, tmp_path: Path) -> None:
     method = DBE(rounds=2, kappa=0.8, mu=mu, **LOCAL)
     result = fewer.run(method, federation(), model=make_net(), seed=SEED, out=tmp_path / "run")
-    with torch.no_grad():
-        sums = [make_net().encoder(torch.as_tensor(x)).sum(0) for x, _ in PAIRS]
-    common = sum(sums) / sum(SIZES)
+    # The initialization period: training without the shift and without the regularization.
+    common = torch.zeros(4)
+    for client in range(3):
+        net, running = make_net(), torch.zeros(4)
+        for x, y in batches(client, 1, purpose="initial batches"):
+            z = net.encoder(x)
+            running = (1 - mu) * running + mu * z.mean(0).detach()
+            step(F.cross_entropy(net.head(z), y), list(net.parameters()))
+        common = common + SIZES[client] * running / sum(SIZES)
     assert torch.allclose(result.state.mean, common, atol=1e-6)
     shared = {name: tensor.clone() for name, tensor in make_net().state_dict().items()}
     shifts = [torch.zeros(4) for _ in range(3)]
     for round in (1, 2):
         trained = []
         for client in range(3):
-            net, running = make_net(), None
+            net, running = make_net(), torch.zeros(4)
             net.load_state_dict(shared)
             shift = shifts[client].requires_grad_()
             for x, y in batches(client, round):
                 z = net.encoder(x)
-                running = z.mean(0) if running is None else (1 - mu) * running.detach() + mu * z.mean(0)
-                loss = F.cross_entropy(net.head(z + shift), y) + 0.8 * (running - common).square().mean()
+                running = (1 - mu) * running.detach() + mu * z.mean(0)
+                loss = F.cross_entropy(net.head(z + shift), y) + 0.8 * 0.5 * (running - common).square().mean()
                 parameters = list(net.parameters())
                 *gradients, of_shift = torch.autograd.grad(loss, [*parameters, shift])
                 with torch.no_grad():

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import fewer
-from fewer.learning.sgd import epoch_batches
-from fewer.methods.fedala import FedALA, highest_parameters
+from fewer.methods.fedala import FedALA, has_settled, highest_parameters
 from fewer.models.split import EncoderHead
 from fewer.runtime import stream
 from tests.methods.linear_harness import PAIRS, SEED, SIZES, federation
@@ -62,7 +62,7 @@ def test_the_second_round_mixes_the_head_by_learned_weights(tmp_path: Path) -> N
         )
         mixed = dict(shared)
         for _ in range(3):
-            for x, y in epoch_batches(subset, 1, 2, generator):
+            for x, y in subset.chunks(2):  # the same batches in each pass
                 net = make_net()
                 net.load_state_dict(mixed)
                 head = [net.head.weight, net.head.bias]
@@ -73,3 +73,20 @@ def test_the_second_round_mixes_the_head_by_learned_weights(tmp_path: Path) -> N
         expected = train(mixed, client, 2)
         for name, tensor in result.personal_model(client).state_dict().items():
             assert torch.allclose(tensor, expected[name], atol=1e-5), (client, name)
+
+
+def test_mixing_weights_have_settled_if_the_last_ten_losses_deviate_by_less_than_a_tenth() -> None:
+    assert not has_settled([1.0] * 10) and has_settled([1.0] * 11)
+    assert has_settled([9.0, *[0.0, 0.19] * 5]) and not has_settled([9.0, *[0.0, 0.21] * 5])  # deviations 0.095, 0.105
+
+
+def test_mixing_weights_settle_in_the_second_round_and_then_take_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+
+    def record(losses: list[float]) -> bool:
+        passes.append(len(losses))
+        return has_settled(losses)
+
+    monkeypatch.setattr("fewer.methods.fedala.has_settled", record)
+    fewer.run(FedALA(rounds=3, **LOCAL), federation(), model=make_net(), seed=SEED)
+    assert passes == [*range(1, 12)] * 3 + [1] * 3
