@@ -19,7 +19,7 @@ from fewer.methods.fedrod import FedROD
 from fewer.methods.knn_per import KNNPer, NearestNeighbors
 from fewer.models.split import EncoderHead
 from fewer.runtime import stream
-from tests.methods.linear_harness import PAIRS, SEED, SIZES, federation
+from tests.methods.linear_harness import PAIRS, SEED, SIZES, federation, make_harness
 
 LOCAL: dict[str, Any] = {"local_steps": 2, "batch_size": 2, "lr": 0.3}
 
@@ -76,6 +76,24 @@ def test_fedproto_trains_near_the_mean_prototypes_and_predicts_by_them(tmp_path:
         nearest = torch.cdist(nets[1].encoder(x), expected).argmin(1)
         assert torch.equal(result.personal_model(1)(x).argmax(1), torch.tensor(sorted(prototypes))[nearest])
         assert not isinstance(result.personal_model(1), EncoderHead)  # not by its head
+
+
+def test_a_class_keeps_its_prototype_while_nobody_with_it_answers(tmp_path: Path) -> None:
+    pairs = [(x, np.full(len(y), label)) for label, (x, y) in enumerate(PAIRS[:2])]  # each client has its own class
+    method = FedProto(rounds=6, cohort=1, **LOCAL)
+    harness = make_harness(method, make_net(), tmp_path, pairs)
+    state, cohorts = harness.state, []
+    for number in range(1, 7):
+        with harness.clients.training_round(number):
+            cohorts += method.sample_cohort(harness.clients)
+            before, state = state, method.round(state, harness.clients)
+        assert state.classes.tolist() == sorted({*cohorts})
+        changed = {
+            label: not torch.equal(state.means[state.classes == label], before.means[before.classes == label])
+            for label in before.classes.tolist()
+        }
+        assert changed == {label: label == cohorts[-1] for label in before.classes.tolist()}
+    assert {*cohorts} == {0, 1}
 
 
 def test_a_class_without_prototype_is_never_predicted_and_bytes_are_few() -> None:
