@@ -110,6 +110,38 @@ def test_a_recipe_prints_our_results_next_to_the_papers(tmp_path: Path) -> None:
     assert "**Quick mode**" in quick and (tmp_path / "results/small-quick.md").exists()
 
 
+def test_a_row_runs_again_and_the_others_stay(tmp_path: Path) -> None:
+    file, results = tmp_path / "small.toml", tmp_path / "results"
+    recipe = RECIPE.replace("seeds = 2\ntrials = 4", "seeds = 1\ntrials = 1").replace("clients = 6", "model = 'mlp'")
+    file.write_text(recipe)
+    args: list[str | Path] = ["reproduce", file, "--results", results]
+    missing = call(*args, "--row", "FedAvg, given", "--out", tmp_path / "again", code=2).stderr
+    assert "which does not exist; run all rows first" in missing
+    call(*args, "--out", tmp_path / "runs")
+    before = json.loads((results / "small.json").read_text())
+    file.write_text(recipe.replace("lr = 0.05", "lr = 0.07"))  # this row runs again
+    text = call(*args, "--row", "FedAvg, given", "--out", tmp_path / "again").stdout
+    assert {path.parent.name for path in (tmp_path / "again").glob("*/*/settings.json")} == {"fedavg-given-seed0"}
+    after = json.loads((results / "small.json").read_text())
+    pairs = list(zip(before["cells"], after["cells"], strict=True))
+    assert [(old["row"], old["column"]) for old, _ in pairs] == [(new["row"], new["column"]) for _, new in pairs]
+    assert [old == new for old, new in pairs] == [False, True, False, True]
+    assert {new["ours"]["settings"]["lr"] for _, new in pairs[::2]} == {0.07}
+    assert "Rows made later than the others (`--row`): FedAvg, given." in text and after["later"] == ["FedAvg, given"]
+    # A table keeps no row that its recipe would make with other settings, or not at all.
+    for change, wrong in (("rounds = 2\n", "rounds = 3\n"), ("trials = 1", "trials = 2"), ("seeds = 1", "seeds = 2")):
+        assert change in recipe
+        file.write_text(recipe.replace(change, wrong, 1))
+        refused = call(*args, "--row", "FedAvg, given", "--out", tmp_path / "refused", code=2).stderr
+        assert "row 'FedProx, tuned' in column 'α = 0.5' was made with other settings" in " ".join(refused.split())
+    file.write_text(recipe + "[[row]]\nname = 'Local'\nmethod = 'local'\n")
+    refused = call(*args, "--row", "FedAvg, given", "--out", tmp_path / "refused", code=2).stderr
+    assert "row 'Local' in column 'α = 0.5' is missing" in " ".join(refused.split())
+    assert "unknown row 'Fed'" in call(*args, "--row", "Fed", "--out", tmp_path / "refused", code=2).stderr
+    assert not list((tmp_path / "refused").glob("*/*"))
+    assert "leave out one of both" in call(*args, "--row", "Local", "--quick", code=2).stderr
+
+
 def test_recipes_are_listed_and_valid() -> None:
     listed = call("reproduce", "--list").stdout
     assert {"baselines/mnist", "fedmk/table1", "fedmk/fig2"} <= {line.split()[0] for line in listed.splitlines()}

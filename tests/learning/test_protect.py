@@ -181,7 +181,7 @@ FAST: dict[str, Any] = {"method_options": {"local_steps": 2}}
         ("fedgen", "its clients use 'labels'"),
         ("fedmk", "its clients use 'labels'"),
         ("fed3r", "its clients use 'chunks'"),
-        ("dbe", "its clients use 'chunks'"),
+        ("dbe", "its clients read batches other than in gradient steps"),
         ("metafed", "."),
     ],
 )

@@ -33,8 +33,9 @@ def test_ditto_pulls_personal_models_to_the_received_global_one(lam: float, tmp_
         assert is_close(result.personal_model(client).state_dict()["weight"], v[client])
 
 
-def test_apfl_trains_the_mixture_and_its_share(tmp_path: Path) -> None:
-    method = APFL(rounds=2, alpha=0.4, alpha_lr=0.5, **LOCAL)
+@pytest.mark.parametrize("alpha_lr", [0.5, 50.0])
+def test_apfl_trains_the_mixture_and_its_share(alpha_lr: float, tmp_path: Path) -> None:
+    method = APFL(rounds=2, alpha=0.4, alpha_lr=alpha_lr, **LOCAL)
     result = fewer.run(method, federation(), model=linear(), seed=SEED, out=tmp_path / "run")
     w: Array = WEIGHT
     v, alphas = [WEIGHT] * 3, [0.4] * 3
@@ -46,11 +47,12 @@ def test_apfl_trains_the_mixture_and_its_share(tmp_path: Path) -> None:
                 at_mixture = gradient(alpha * own + (1 - alpha) * y, *batch)
                 slope = float(((own - y) * at_mixture).sum())
                 y, own = y - 0.3 * gradient(y, *batch), own - 0.3 * alpha * at_mixture
-                alpha = float(np.clip(alpha - 0.5 * slope, 0, 1))
+                alpha = float(np.clip(alpha - alpha_lr * slope, 0, 1))
             v[client], alphas[client] = own, alpha
             local.append(y)
         w = average(local)
     assert is_close(result.state.model["weight"], w) and len({round_(alpha) for alpha in alphas}) > 1
+    assert (alpha_lr == 50) == bool({0.0, 1.0} & {*alphas})  # a large step ends at a bound
     for client in range(3):
         mixed = alphas[client] * v[client] + (1 - alphas[client]) * w
         assert is_close(result.personal_model(client).state_dict()["weight"], mixed)

@@ -19,7 +19,7 @@ from fewer.methods.fedrod import FedROD
 from fewer.methods.knn_per import KNNPer, NearestNeighbors
 from fewer.models.split import EncoderHead
 from fewer.runtime import stream
-from tests.methods.linear_harness import PAIRS, SEED, SIZES, federation
+from tests.methods.linear_harness import PAIRS, SEED, SIZES, federation, make_harness
 
 LOCAL: dict[str, Any] = {"local_steps": 2, "batch_size": 2, "lr": 0.3}
 
@@ -29,9 +29,9 @@ def make_net() -> EncoderHead:
     return EncoderHead(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), 4, 2)
 
 
-def batches(client: int, round: int, steps: int = 2) -> list[tuple[Tensor, Tensor]]:
+def batches(client: int, round: int, purpose: str = "batches") -> list[tuple[Tensor, Tensor]]:
     x, y = (torch.as_tensor(part) for part in PAIRS[client])
-    rows = torch.randint(len(y), (steps, 2), generator=stream(SEED, round, client, "batches"))
+    rows = torch.randint(len(y), (2, 2), generator=stream(SEED, round, client, purpose))
     return [(x[row], y[row]) for row in rows]
 
 
@@ -76,6 +76,24 @@ def test_fedproto_trains_near_the_mean_prototypes_and_predicts_by_them(tmp_path:
         nearest = torch.cdist(nets[1].encoder(x), expected).argmin(1)
         assert torch.equal(result.personal_model(1)(x).argmax(1), torch.tensor(sorted(prototypes))[nearest])
         assert not isinstance(result.personal_model(1), EncoderHead)  # not by its head
+
+
+def test_a_class_keeps_its_prototype_while_nobody_with_it_answers(tmp_path: Path) -> None:
+    pairs = [(x, np.full(len(y), label)) for label, (x, y) in enumerate(PAIRS[:2])]  # each client has its own class
+    method = FedProto(rounds=6, cohort=1, **LOCAL)
+    harness = make_harness(method, make_net(), tmp_path, pairs)
+    state, cohorts = harness.state, []
+    for number in range(1, 7):
+        with harness.clients.training_round(number):
+            cohorts += method.sample_cohort(harness.clients)
+            before, state = state, method.round(state, harness.clients)
+        assert state.classes.tolist() == sorted({*cohorts})
+        changed = {
+            label: not torch.equal(state.means[state.classes == label], before.means[before.classes == label])
+            for label in before.classes.tolist()
+        }
+        assert changed == {label: label == cohorts[-1] for label in before.classes.tolist()}
+    assert {*cohorts} == {0, 1}
 
 
 def test_a_class_without_prototype_is_never_predicted_and_bytes_are_few() -> None:
@@ -133,26 +151,36 @@ def test_fedrod_balances_the_generic_head_and_adds_a_personal_one(tmp_path: Path
 # --- DBE --------------------------------------------------------------------------------------------------------
 
 
+def test_the_published_settings_of_dbe_are_the_defaults() -> None:
+    assert (DBE().kappa, DBE().mu) == (50, 1)
+
+
 @pytest.mark.parametrize("mu", [1.0, 0.4])
 def test_dbe_shifts_features_and_regularizes_their_mean(mu: float, tmp_path: Path) -> None:
     method = DBE(rounds=2, kappa=0.8, mu=mu, **LOCAL)
     result = fewer.run(method, federation(), model=make_net(), seed=SEED, out=tmp_path / "run")
-    with torch.no_grad():
-        sums = [make_net().encoder(torch.as_tensor(x)).sum(0) for x, _ in PAIRS]
-    common = sum(sums) / sum(SIZES)
+    # The initialization period: training without the shift and without the regularization.
+    common = torch.zeros(4)
+    for client in range(3):
+        net, running = make_net(), torch.zeros(4)
+        for x, y in batches(client, 1, purpose="initial batches"):
+            z = net.encoder(x)
+            running = (1 - mu) * running + mu * z.mean(0).detach()
+            step(F.cross_entropy(net.head(z), y), list(net.parameters()))
+        common = common + SIZES[client] * running / sum(SIZES)
     assert torch.allclose(result.state.mean, common, atol=1e-6)
     shared = {name: tensor.clone() for name, tensor in make_net().state_dict().items()}
     shifts = [torch.zeros(4) for _ in range(3)]
     for round in (1, 2):
         trained = []
         for client in range(3):
-            net, running = make_net(), None
+            net, running = make_net(), torch.zeros(4)
             net.load_state_dict(shared)
             shift = shifts[client].requires_grad_()
             for x, y in batches(client, round):
                 z = net.encoder(x)
-                running = z.mean(0) if running is None else (1 - mu) * running.detach() + mu * z.mean(0)
-                loss = F.cross_entropy(net.head(z + shift), y) + 0.8 * (running - common).square().mean()
+                running = (1 - mu) * running.detach() + mu * z.mean(0)
+                loss = F.cross_entropy(net.head(z + shift), y) + 0.8 * 0.5 * (running - common).square().mean()
                 parameters = list(net.parameters())
                 *gradients, of_shift = torch.autograd.grad(loss, [*parameters, shift])
                 with torch.no_grad():

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import fewer
-from fewer.learning.sgd import epoch_batches
-from fewer.methods.fedala import FedALA, highest_parameters
+from fewer.methods.fedala import FedALA, has_settled, highest_parameters
 from fewer.models.split import EncoderHead
 from fewer.runtime import stream
 from tests.methods.linear_harness import PAIRS, SEED, SIZES, federation
@@ -43,33 +43,51 @@ def test_the_published_settings_are_the_defaults() -> None:
     assert highest_parameters(net, 2)[:2] == ["encoder.1.weight", "encoder.1.bias"]
 
 
-def test_the_second_round_mixes_the_head_by_learned_weights(tmp_path: Path) -> None:
-    method = FedALA(rounds=2, max_epochs=3, **LOCAL)
+def average(models: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    return {name: sum(n * w[name] for n, w in zip(SIZES, models, strict=True)) / sum(SIZES) for name in models[0]}
+
+
+def test_later_rounds_mix_the_head_by_learned_weights(tmp_path: Path) -> None:
+    method = FedALA(rounds=3, max_epochs=3, **LOCAL)
     result = fewer.run(method, federation(), model=make_net(), seed=SEED, out=tmp_path / "run")
-    start = dict(make_net().state_dict())
+    start, names = dict(make_net().state_dict()), ["head.weight", "head.bias"]
     own = [train(start, client, 1) for client in range(3)]
-    shared: dict[str, Any] = {
-        name: sum(n * w[name] for n, w in zip(SIZES, own, strict=True)) / sum(SIZES) for name in start
-    }
-    data = federation()
+    mixing = [{name: torch.ones_like(start[name]) for name in names} for _ in range(3)]  # kept from round to round
+    for number, passes in ((2, 3), (3, 1)):
+        shared, last, own = average(own), own, []
+        for client in range(3):
+            generator = stream(SEED, number, client, "ala")
+            rows = torch.randperm(SIZES[client], generator=generator)[: max(1, round(0.8 * SIZES[client]))]
+            subset = federation().client(client).train.select(rows)
+            change = {name: shared[name] - last[client][name] for name in names}
+            mixed = {**shared, **{name: last[client][name] + change[name] * mixing[client][name] for name in names}}
+            for _ in range(passes):
+                for x, y in subset.chunks(2):  # the same batches in each pass
+                    net = make_net()
+                    net.load_state_dict(mixed)
+                    gradients = torch.autograd.grad(F.cross_entropy(net(x), y), [net.head.weight, net.head.bias])
+                    for name, gradient in zip(names, gradients, strict=True):
+                        mixing[client][name] = (mixing[client][name] - gradient * change[name]).clamp(0, 1)
+                        mixed[name] = last[client][name] + change[name] * mixing[client][name]
+            own.append(train(mixed, client, number))
+    assert any(bool((weight < 1).any()) for weights in mixing for weight in weights.values())
     for client in range(3):
-        names = ["head.weight", "head.bias"]
-        mixing = {name: torch.ones_like(start[name]) for name in names}
-        generator = stream(SEED, 2, client, "ala")
-        train_set = data.client(client).train
-        subset = train_set.select(
-            torch.randperm(SIZES[client], generator=generator)[: max(1, round(0.8 * SIZES[client]))]
-        )
-        mixed = dict(shared)
-        for _ in range(3):
-            for x, y in epoch_batches(subset, 1, 2, generator):
-                net = make_net()
-                net.load_state_dict(mixed)
-                head = [net.head.weight, net.head.bias]
-                gradients = torch.autograd.grad(F.cross_entropy(net(x), y), head)
-                for name, gradient in zip(names, gradients, strict=True):
-                    mixing[name] = (mixing[name] - gradient * (shared[name] - own[client][name])).clamp(0, 1)
-                    mixed[name] = own[client][name] + (shared[name] - own[client][name]) * mixing[name]
-        expected = train(mixed, client, 2)
         for name, tensor in result.personal_model(client).state_dict().items():
-            assert torch.allclose(tensor, expected[name], atol=1e-5), (client, name)
+            assert torch.allclose(tensor, own[client][name], atol=1e-5), (client, name)
+
+
+def test_mixing_weights_have_settled_if_the_last_ten_losses_deviate_by_less_than_a_tenth() -> None:
+    assert not has_settled([1.0] * 10) and has_settled([1.0] * 11)
+    assert has_settled([9.0, *[0.0, 0.19] * 5]) and not has_settled([9.0, *[0.0, 0.21] * 5])  # deviations 0.095, 0.105
+
+
+def test_mixing_weights_settle_in_the_second_round_and_then_take_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+
+    def record(losses: list[float]) -> bool:
+        passes.append(len(losses))
+        return has_settled(losses)
+
+    monkeypatch.setattr("fewer.methods.fedala.has_settled", record)
+    fewer.run(FedALA(rounds=3, **LOCAL), federation(), model=make_net(), seed=SEED)
+    assert passes == [*range(1, 12)] * 3 + [1] * 3

@@ -53,6 +53,12 @@ def test_three_rounds_follow_algorithm_2(method: FedOpt) -> None:
     assert is_close(trained_weight(method), reference(method))
 
 
+def test_defaults_are_those_of_the_paper() -> None:
+    assert (FedAdam().beta1, FedAdam().beta2, FedAdam().tau) == (0.9, 0.99, 1e-3)
+    assert FedYogi().beta1 == FedAvgM().beta1 == 0.9 and FedAvgM().server_lr == 1
+    assert FedAdagrad().beta1 == 0
+
+
 def test_fedavgm_without_momentum_is_fedavg() -> None:
     plain = trained_weight(FedAvg(**LOCAL))
     assert torch.allclose(trained_weight(FedAvgM(beta1=0, server_lr=1, **LOCAL)), plain, atol=1e-6)

@@ -13,6 +13,7 @@ from fewer.data import load
 from fewer.errors import SettingError
 from fewer.ledger import EVALUATION
 from fewer.runs.engine import run_experiment
+from fewer.runtime import Clients
 from tests.helpers import Interrupt, experiment, run_contents
 
 JOINS = ("fedavg-ft", "fedper", "ditto", "fedproto", "local", "metafed", "fedbn")
@@ -57,6 +58,31 @@ def test_a_new_client_trains_as_often_as_join_rounds_says(tmp_path: Path) -> Non
         "model.00000003.safetensors",
         "model.00000004.safetensors",
     ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "handlers"),
+    [
+        ("both", ["accumulate", "personalize"]),
+        ("accumulate", ["accumulate", "accumulate"]),
+        ("personalize", ["personalize", "personalize"]),
+    ],
+)
+def test_new_clients_of_metafed_learn_from_the_ring_and_not_from_each_other(
+    stages: str, handlers: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    passes: list[tuple[Any, ...]] = []
+    relay = Clients.relay
+
+    def record(clients: Clients, order: Any, handler: Any, holders: Any, sealed: bool) -> Any:
+        passes.append((list(order), handler.__name__, list(holders)))
+        return relay(clients, order, handler, holders, sealed)
+
+    monkeypatch.setattr(Clients, "relay", record)
+    result = run_new("metafed", tmp_path / "run", method_options={"stages": stages})
+    ring = result.state.holders
+    assert sorted(ring) == [0, 1, 2]  # none of the new clients 3 and 4
+    assert passes[2:] == [([client], handler, ring) for handler in handlers for client in (3, 4)]
 
 
 def test_fedavg_evaluates_the_global_model_on_unseen_clients() -> None:

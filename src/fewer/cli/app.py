@@ -216,6 +216,10 @@ def reproduce(
     column: Annotated[
         list[str] | None, Option(metavar="NAME", help="Only this column of the table; may be repeated.")
     ] = None,
+    row: Annotated[
+        list[str] | None,
+        Option(metavar="NAME", help="Only this row, and keep the others of the published table; may be repeated."),
+    ] = None,
     data_dir: DataDir = None,
     runtime: Annotated[str, Option(metavar="NAME", help="inline or pool; the results are the same.")] = "inline",
     track: Track = None,
@@ -241,17 +245,27 @@ def reproduce(
     results.mkdir(parents=True, exist_ok=True)
     title = Path(name).stem if name.endswith(".toml") else name
     folder = out or RUNS / "reproduce" / (title.replace("/", "-") + ("-quick" if quick else ""))
+    if row and quick:
+        raise SettingError("--row keeps rows of a published table, which --quick does not have; leave out one of both")
     changes = {"data_dir": data_dir, "runtime": runtime}
+    stem = "-".join([title, *map(recipes.slugify, column or ())])
     with printing.resumable("Run the same command to continue."), show_progress(True, many=True) as progress:
         recipe, cells = recipes.reproduce(
-            name, folder, quick=quick, columns=column or (), changes=changes, callbacks=progress, track=track or ()
+            name,
+            folder,
+            quick=quick,
+            columns=column or (),
+            rows=row or (),
+            published=results / f"{stem}.json",
+            changes=changes,
+            callbacks=progress,
+            track=track or (),
         )
     study = recipes.run_study(recipe, cells, folder)
     chosen_columns = "".join(f' --column "{title}"' for title in column or ())
     command = f"fewer reproduce {name}" + (" --quick" if quick else "") + chosen_columns
     pictures = {kind: png(figure) for kind, figure in plot_recipe(recipe, cells).items()}
-    stem = "-".join([title, *map(recipes.slugify, column or ())])
-    pages = recipes.write_results(stem, recipe, cells, results, command, quick, pictures, study)
+    pages = recipes.write_results(stem, recipe, cells, results, command, quick, pictures, study, row or ())
     if study:
         write_study(study, pages[0].with_suffix(""))
     if not printing.write_json(json_file, json.loads(pages[1].read_text())):

@@ -23,9 +23,9 @@ from fewer.experiments.targets import TargetCost, best_value, cost_to_reach
 from fewer.experiments.tune import TRIALS, Trial, mean_client_value, pooled_value, settings_at_edge
 from fewer.methods import find
 from fewer.runs.callbacks import Callback
-from fewer.runs.experiment import parse_settings
+from fewer.runs.experiment import make_method, parse_settings
 from fewer.runs.reader import RunReader
-from fewer.runs.settings import Settings
+from fewer.runs.settings import Settings, settings_hash
 from fewer.statistics import Interval, format_interval, format_number, half_width, interval
 
 MEASURES = {"samples": pooled_value, "clients": mean_client_value}
@@ -149,18 +149,22 @@ def reproduce(
     *,
     quick: bool = False,
     columns: Sequence[str] = (),
+    rows: Sequence[str] = (),
+    published: Path | None = None,
     changes: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     track: Sequence[str] = (),
 ) -> tuple[Recipe, list[Cell]]:
     """Runs all rows, in `columns` or in all columns. Reuses finished runs in `out` and resumes interrupted ones.
 
+    With `rows`, only these run. The other rows are those of `published`, a JSON file that `write_results` wrote.
     Trackers in `track` log all runs except tuning trials.
     """
     recipe = load_recipe(name)
     known = [column.name for column in recipe.column]
     for wrong in [column for column in columns if column not in known]:
         raise unknown_name("column", wrong, known)
+    kept = _load_other_rows(name, recipe, rows, columns or known, published) if rows and published else {}
     if columns and recipe.study:
         raise SettingError(f"recipe '{name}' has a study over all its columns; run it without --column")
     if quick:
@@ -183,6 +187,9 @@ def reproduce(
         runner = SeedRunner(recipe.seeds, recipe.trials, folder, callbacks, measure, track, title=column.name)
         runner.count_flops = True
         for row, settings in zip(recipe.row, row_settings(column, recipe, quick), strict=True):
+            if (row.name, column.name) in kept:
+                cells.append(kept[row.name, column.name])
+                continue
             if not row.runs_in(column.name):
                 continue
             runner.seeds = min(row.seeds or recipe.seeds, recipe.seeds)
@@ -191,6 +198,48 @@ def reproduce(
     if recipe.target is not None:
         cells = [replace(cell, target_cost=_measure_target_cost(recipe.target, cell, out)) for cell in cells]
     return recipe, cells
+
+
+def _load_other_rows(
+    name: str, recipe: Recipe, rows: Sequence[str], columns: Sequence[str], published: Path
+) -> dict[tuple[str, str], Cell]:
+    """Returns the published cells of all rows but `rows`. Raises SettingError if they do not follow from the recipe."""
+    known = [row.name for row in recipe.row]
+    for wrong in [row for row in rows if row not in known]:
+        raise unknown_name("row", wrong, known)
+    if recipe.study or recipe.target:
+        raise SettingError(f"recipe '{name}' compares the runs of all its rows; run it without --row")
+    if not published.is_file():
+        raise SettingError(f"--row keeps the other rows of {published}, which does not exist; run all rows first")
+    earlier, cells = read_results(json.loads(published.read_text()))
+    by_place = {(cell.row, cell.column): cell for cell in cells}
+    kept = {}
+    for row, column in [(row, column) for column in columns for row in recipe.row if row.runs_in(column)]:
+        if row.name in rows:
+            continue
+        cell, place = by_place.get((row.name, column)), f"{published}: row '{row.name}' in column '{column}'"
+        if cell is None:
+            raise SettingError(f"{place} is missing; run it, too")
+        if not _has_same_plan(recipe, earlier, cell):
+            raise SettingError(f"{place} was made with other settings than those of the recipe; run it, too")
+        kept[row.name, column] = cell
+    return kept
+
+
+def _has_same_plan(recipe: Recipe, earlier: Recipe, cell: Cell) -> bool:
+    """Whether a recipe plans a cell as an earlier version of it did, with the defaults that its method had then."""
+    plans = []
+    for version in (recipe, earlier):
+        row = next(row for row in version.row if row.name == cell.row)
+        column = next(column for column in version.column if column.name == cell.column)
+        plans.append([version.seeds, version.trials, version.mean, row.tune, row.seeds, column])
+    position = [row.name for row in recipe.row].index(cell.row)
+    settings = row_settings(column, recipe, quick=False)[position]
+    chosen = {name: cell.ours.settings[name] for name in (cell.ours.trials[0].settings if cell.ours.trials else ())}
+    options = {**settings["method_options"], **chosen}
+    planned = parse_settings({**settings, "method_options": options, "seed": cell.ours.seeds[0]})
+    method = make_method(find(cell.ours.method), planned)
+    return plans[0] == plans[1] and settings_hash(planned, method) == cell.ours.hash
 
 
 def _paper_value(row: RecipeRow, column: int) -> float | None:
@@ -260,18 +309,25 @@ def write_results(
     quick: bool,
     pictures: Mapping[str, bytes] | None = None,
     study: Study | None = None,
+    later: Sequence[str] = (),
 ) -> list[Path]:
-    """Writes the table as Markdown, all data behind it as JSON, and its pictures (see `FIGURES`) as PNG."""
+    """Writes the table as Markdown, all data behind it as JSON, and its pictures (see `FIGURES`) as PNG.
+
+    `later` are rows that were made after the others.
+    """
     stem = folder / (name + ("-quick" if quick else ""))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page, data = (stem.with_name(stem.name + kind) for kind in (".md", ".json"))
     images = {kind: stem.with_name(stem.name + FIGURES[kind]) for kind in pictures or {}}
     table = render_markdown(recipe, cells, command, quick, {kind: path.name for kind, path in images.items()})
+    if later:
+        table += f"\nRows made later than the others (`--row`): {', '.join(later)}.\n"
     page.write_text(table + (study.render_markdown(stem.name) if study else ""))
     content = {
         "recipe": recipe.model_dump(mode="json"),
         "command": command,
         "machine": describe_machine(),
+        **({"later": list(later)} if later else {}),
         "cells": [asdict(cell) for cell in cells],
         **({"study": study.metrics} if study else {}),
     }

@@ -4,16 +4,21 @@ Zhang, Hua, Cao, Wang, Song, Xue, Ma, Guan: Eliminating Domain Bias for Federate
 NeurIPS 2023, Algorithm 1, on top of FedAvg. The net is a head on an encoder f. Client i has a trainable vector z̄_i of
 its own (the memory of its representation bias). It predicts with head(f(x) + z̄_i) and minimizes
 
-    ℓ = CE(head(f(x) + z̄_i), y) + κ · mean_d (z̄^g_i − z̄^g)²        (mean regularization)
+    ℓ = CE(head(f(x) + z̄_i), y) + κ/2 · mean_d (z̄^g_i − z̄^g)²        (mean regularization)
 
-where z̄^g_i is the mean of f(x) over the batch, moved from the previous ones by z̄^g_i ← (1 − μ) z̄^g_i + μ · batch mean,
-and z̄^g is the mean of all clients' features under the initial model, which clients send once, before training.
+where z̄^g_i follows the mean of f(x) over the batches, z̄^g_i ← (1 − μ) z̄^g_i + μ · batch mean, from 0 in each round.
+Before the first round is an initialization period: each client trains the initial model once without z̄_i and κ, and
+sends the z̄^g_i that it ends with. Their mean, weighted by data size, is z̄^g, which stays fixed. The trained models are
+discarded.
 
 Departures:
 
-- Those of FedAvg. Before training, the server asks the cohort of the first round, not all clients, for their mean
-  features and numbers of samples.
+- Those of FedAvg: local training, also that of the initialization period, takes a fixed number of steps, not an epoch.
+- The server asks the cohort of the first round, not all clients, for their z̄^g_i.
 - The global model predicts with head(f(x)), without a shift.
+
+The factor 1/2, the start of z̄^g_i at 0 and the initial z̄_i = 0 are those of the authors' code, which has κ = 50 and
+μ = 1 for a small CNN on Fashion-MNIST.
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
+from fewer.learning import draw_batches
 from fewer.learning.aggregate import combine
-from fewer.learning.evaluate import EVAL_BATCH_SIZE
 from fewer.methods import MAX_SAMPLES, Client, ModelState, PersonalMethod, SearchSpace
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
 from fewer.models import Task, Weights, get_weights
@@ -38,7 +43,7 @@ from fewer.wire import Number, Schema, Shaped
 
 @dataclass(frozen=True)
 class DBEState(ModelState):
-    """The global model, and the mean features of all clients under the initial model (z̄^g)."""
+    """The global model, and the mean features of all clients after the initialization period (z̄^g)."""
 
     mean: Tensor
     known: bool
@@ -51,9 +56,9 @@ class DBE(PersonalMethod[DBEState], LocalTraining[DBEState]):
 
     has_global_model: ClassVar[bool] = True
 
-    tunable: ClassVar[SearchSpace] = {**LocalTraining.tunable, "kappa": (0.1, 1.0, 10.0)}
+    tunable: ClassVar[SearchSpace] = {**LocalTraining.tunable, "kappa": (5.0, 50.0, 500.0)}
 
-    kappa: NonNegativeFloat = 1.0
+    kappa: NonNegativeFloat = 50.0
     """Weight of the mean regularization (κ)."""
     mu: Annotated[float, Field(gt=0, le=1)] = 1.0
     """How fast the mean features follow the batches (μ)."""
@@ -75,25 +80,32 @@ class DBE(PersonalMethod[DBEState], LocalTraining[DBEState]):
 
     @on_client(stream="features")
     def mean_features(self, client: Client) -> dict[str, Any]:
-        """The mean of f(x) over the client's samples, under the initial model."""
-        encoder = split_net(client.net(client.initial_weights()).eval())[0]
-        with torch.no_grad():
-            features = torch.cat([encoder(x) for x, _ in client.train.chunks(EVAL_BATCH_SIZE)])
-        return {"mean": features.mean(0), "size": len(client.train)}
+        """Trains the initial model without DBE; returns the mean of f(x) over the batches on the way (z̄^g_i)."""
+        net = client.net(client.initial_weights())
+        encoder, head = split_net(net)
+        running = RunningMean(self.mu)
+
+        def loss(_: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            z = encoder(x)
+            running.update(z)
+            return client.task.loss(head(z), y)
+
+        samples = self.training_samples(client)
+        indices = draw_batches(len(samples), self.local_steps, self.batch_size, client.stream("initial batches"))
+        batches = iter(samples.batches(indices))  # read here, because more than gradients leaves the client
+        self.train_net(net, client, batches, loss)
+        return {"mean": running.mean.detach(), "size": len(client.train)}
 
     @on_client(stream="train")
     def train_shifted(self, client: Client, model: Weights, mean: Tensor) -> dict[str, Any]:
         """Trains the model and z̄_i together on ℓ; stores z̄_i and returns the model."""
         net = client.net(model)
         shifted = Shifted(*split_net(net), self._shift(client, len(mean)))
-        running: Tensor | None = None
+        running = RunningMean(self.mu)
 
         def loss(_: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            nonlocal running
             z = shifted.encoder(x)
-            previous = z.mean(0) if running is None else running.detach()
-            running = (1 - self.mu) * previous + self.mu * z.mean(0)
-            regularization = (running - mean).square().mean()
+            regularization = (running.update(z) - mean).square().mean() / 2
             return client.task.loss(shifted.head(z + shifted.shift), y) + self.kappa * regularization
 
         self.train_net(shifted, client, loss=loss)
@@ -109,6 +121,18 @@ class DBE(PersonalMethod[DBEState], LocalTraining[DBEState]):
         """head(f(x) + z̄_i)"""
         net = client.net(shared)
         return Shifted(*split_net(net), self._shift(client, feature_width(client.task, net)))
+
+
+class RunningMean:
+    """The mean features over the batches so far (z̄^g_i)."""
+
+    def __init__(self, mu: float) -> None:
+        self.mu, self.mean = mu, torch.zeros(())
+
+    def update(self, features: Tensor) -> Tensor:
+        """z̄^g_i ← (1 − μ) z̄^g_i + μ · batch mean. Only the batch mean has a gradient."""
+        self.mean = (1 - self.mu) * self.mean.detach().to(features) + self.mu * features.mean(0)
+        return self.mean
 
 
 class Shifted(nn.Module):

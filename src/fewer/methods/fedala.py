@@ -13,8 +13,10 @@ Departures:
 
 - Those of FedAvg.
 - A layer is a module that has weights; p counts modules from the end of the net.
-- Training until the loss settles: the standard deviation of the last ten losses is below 0.01 (as in the authors'
-  code), at most `max_epochs` passes.
+- Until the loss settles: as in the authors' code, all passes have the same batches, the loss of a pass is that of its
+  last batch, and at least eleven passes end when the standard deviation of the last ten losses is below 0.1. Unlike in
+  their code, there are at most `max_epochs` passes, and the last batch may be smaller than the others.
+- A client's model is its trained one, as in Algorithm 1. The authors' code evaluates Θ̂_i, before training.
 
 The published settings are s = 80, p = 1 and η = 1.
 """
@@ -22,22 +24,22 @@ The published settings are s = 80, p = 1 and η = 1.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from fewer.learning.sgd import epoch_batches
 from fewer.methods import Client, ModelState, PersonalMethod, SearchSpace
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import on_client
 
-SETTLED = 0.01
-"""Standard deviation of the last losses at which W_i has settled."""
 LAST_LOSSES = 10
+SETTLED = 0.1
+"""Standard deviation of the last losses below which W_i has settled."""
 
 
 @METHODS.register("fedala")
@@ -54,7 +56,7 @@ class FedALA(PersonalMethod[ModelState], FedAvg):
     """Fraction of a client's samples that the mixing weights are trained on (s)."""
     ala_layers: PositiveInt = 1
     """Number of highest layers that are mixed (p)."""
-    max_epochs: PositiveInt = 20
+    max_epochs: PositiveInt = 100
     """Passes over the samples in which the mixing weights settle at most."""
 
     @on_client(stream="train")
@@ -82,14 +84,14 @@ class FedALA(PersonalMethod[ModelState], FedAvg):
         samples = client.train.select(torch.randperm(len(client.train), generator=stream)[:count])
         net.eval()
         for _ in range(self.max_epochs if stored is None else 1):
-            for x, y in epoch_batches(samples, 1, self.batch_size, stream):
+            for x, y in samples.chunks(self.batch_size):
                 loss = client.task.loss(net(x), y)
                 gradients = torch.autograd.grad(loss, parameters)
                 for weight, gradient, difference in zip(mixing, gradients, change, strict=True):
                     weight.sub_(self.ala_lr * gradient * difference).clamp_(0, 1)  # ∇_{W} L = ∇_{Θ̂} L ⊙ (Θ − Θ_i)
                 self._load_mixture(parameters, local, change, mixing)
             losses.append(float(loss.detach()))
-            if len(losses) >= LAST_LOSSES and statistics.pstdev(losses[-LAST_LOSSES:]) < SETTLED:
+            if has_settled(losses):
                 break
         client.store.put("mixing", dict(zip(names, mixing, strict=True)))
         return net.train()
@@ -106,6 +108,11 @@ class FedALA(PersonalMethod[ModelState], FedAvg):
     def personal_model(self, shared: Weights, client: Client) -> nn.Module:
         """The client's model after its last round; before its first, the global model."""
         return client.net(client.store.get("model") or shared)
+
+
+def has_settled(losses: Sequence[float]) -> bool:
+    """True if more than ten passes were taken, and the losses of the last ten deviate little."""
+    return len(losses) > LAST_LOSSES and statistics.pstdev(losses[-LAST_LOSSES:]) < SETTLED
 
 
 def highest_parameters(net: nn.Module, layers: int) -> list[str]:

@@ -1,7 +1,7 @@
 """FedAvg from a head that follows from statistics: one round of another method, then rounds of FedAvg.
 
 Legate et al. (NeurIPS 2023) start fine-tuning from the head of FedNCM, Fanì et al. (ICML 2024) from that of Fed3R, and
-Goswami et al. (2024) from that of FedCOF. In round 1 clients send the statistics of features of the initial encoder.
+Goswami et al. (2025) from that of FedCOF. In round 1 clients send the statistics of features of the initial encoder.
 From round 2 on, FedAvg trains the whole model; with a frozen encoder, the head.
 
 The head's rows have norm 1. Fanì et al. calibrate the temperature of the softmax for them; `temperature` does this.

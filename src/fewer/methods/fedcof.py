@@ -1,7 +1,7 @@
 """FedCOF: class covariances from the class means of clients, and the linear head that follows from them.
 
 Goswami, Magistri, Wang, Twardowski, Bagdanov, van de Weijer: Covariances for Free: Exploiting Mean Distributions for
-Federated Learning with Pre-Trained Models, 2024. As in FedNCM, client k sends the mean features μ_kc of each of its
+Training-free Federated Learning, NeurIPS 2025. As in FedNCM, client k sends the mean features μ_kc of each of its
 classes and their number n_kc. The means of samples vary as the samples do, n_kc times less. So the server estimates
 
     Σ_c = Σ_k n_kc (μ_kc − μ_c)(μ_kc − μ_c)ᵀ / (K_c − 1) + γ I        with K_c clients that hold class c

@@ -22,6 +22,7 @@ Departures:
 - l_t1 is 1 by default, so that Stage I always adopts and Stage II distills. In first runs this was better than the
   paper's 0.6 (docs/methods/metafed.md).
 - Without Stage I there is no f. Then the first federation's own model takes its role, and Stage II runs in all rounds.
+- A client that joins after training (`unseen_clients`) learns from f alone: first by Stage I, and then by Stage II.
 
 Beyond the paper, which names these as future work:
 
@@ -164,6 +165,15 @@ class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
         stage_two = self.stages == "personalize" or (self.stages == "both" and clients.round == self.rounds)
         handler = self.personalize if stage_two else self.accumulate
         return RingState(clients.relay(ring, handler, state.holders, self.sealed))
+
+    def train_unseen_clients(self, state: RingState, clients: Clients, number: int) -> None:
+        """Each new client joins on its own: it receives the common model f of the ring, never that of a new client.
+
+        Its first round is Stage I, and all others are Stage II, unless `stages` has only one of them.
+        """
+        stage_two = self.stages == "personalize" or (self.stages == "both" and number > 1)
+        for client in clients.joining:
+            clients.relay([client], self.personalize if stage_two else self.accumulate, state.holders, self.sealed)
 
     def why_not_extend(self, done: int, planned: int, unscheduled: bool) -> str:
         """A run can be extended until its last round, which is Stage II."""

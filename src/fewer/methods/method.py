@@ -189,12 +189,16 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
         If the method needs it, they take `rounds` rounds of local training. The state of the server does not change.
         """
         if self.joins_by_training:
-            for _ in range(rounds):
+            for number in range(1, rounds + 1):
                 with clients.training_round(clients.round + 1):
-                    self.round(state, clients)
+                    self.train_unseen_clients(state, clients, number)
         evaluations = list(self.evaluate_clients(state, clients).values())
         value: float = pool_evaluations(evaluations).metrics[primary_metric(evaluations)]
         return value
+
+    def train_unseen_clients(self, state: StateT, clients: Clients, number: int) -> None:
+        """Runs a new client's round `number`, from 1, for each of them. By default, a round that the server forgets."""
+        self.round(state, clients)
 
     def why_not_extend(self, done: int, planned: int, unscheduled: bool) -> str:
         """Why a run cannot get this method's number of rounds after `done` of `planned` rounds; empty if it can.
