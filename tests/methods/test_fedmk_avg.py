@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import fewer
 from fewer.errors import SettingError
 from fewer.learning.augment import apply_affine, draw_affine
+from fewer.methods.condensed import concatenate_images
 from fewer.methods.fedmk import FedMK
 from fewer.methods.fedmk_avg import FedMKAvg
 from fewer.models import Task, get_weights
@@ -32,13 +33,39 @@ def make_clients(method: FedMK, folder: Path, round: int) -> Inline:
     return clients
 
 
-def test_the_first_round_is_fedmks(tmp_path: Path) -> None:
-    hybrid, fedmk = FedMKAvg(cohort=3, **QUICK), FedMK(cohort=3, start="class", **SMALL)
+def test_without_local_training_the_first_round_is_fedmks(tmp_path: Path) -> None:
+    hybrid, fedmk = FedMKAvg(cohort=3, train_first=False, **QUICK), FedMK(cohort=3, start="class", **SMALL)
     states = [
         method.round(method.init(make_task(), SEED), make_clients(method, tmp_path / method.name, 1))
         for method in (hybrid, fedmk)
     ]
     assert is_same(*states) and states[0].knowledge
+
+
+def test_the_server_trains_the_mean_model_on_the_condensed_images(tmp_path: Path) -> None:
+    method = FedMKAvg(cohort=4, **QUICK)
+    before = method.init(make_task(), SEED)
+    after = method.round(before, make_clients(method, tmp_path / "round", 1))
+    answers = [
+        method.condense(make_client(tmp_path, id, 1), model=before.model, shared=before.empty) for id in range(4)
+    ]
+    sizes = [sum(counts) for counts in COUNTS]
+    assert [answer["size"] for answer in answers] == sizes
+    mean = {
+        name: torch.stack([size * answer["model"][name] for size, answer in zip(sizes, answers, strict=True)]).sum(0)
+        / sum(sizes)
+        for name in before.model
+    }
+    images, labels = concatenate_images(after.knowledge.values())
+    expected = FedMK(**SMALL).train_global_model(
+        make_contexts(tmp_path / "server").server(0, 1),
+        model=mean,
+        generator=before.generator,
+        images=images,
+        labels=labels,
+    )
+    assert all(torch.allclose(after.model[name], tensor, atol=1e-5) for name, tensor in expected["model"].items())
+    assert not is_same(answers[0]["model"], before.model)
 
 
 @pytest.mark.parametrize("condense_rounds", [1, 2])
@@ -64,10 +91,12 @@ def test_later_rounds_average_by_size_and_keep_the_images(condense_rounds: int, 
 
 
 @pytest.mark.parametrize("augment", [False, True])
+@pytest.mark.parametrize("calibrate", [False, True])
 @pytest.mark.parametrize("mixed", [0, 2])
-def test_local_training_is_sgd_with_a_cosine(augment: bool, mixed: int, tmp_path: Path) -> None:
+def test_local_training_is_sgd_with_a_cosine(augment: bool, calibrate: bool, mixed: int, tmp_path: Path) -> None:
     """Three steps with learning rates lr, 3/4 lr and 1/4 lr: (1 + cos(π s / 3)) / 2 in step s."""
     options = {"local_steps": 3, "batch_size": 4, "lr": 0.3, "augment_local": augment, "mixed_images": mixed}
+    options |= {"calibrate": calibrate, "local_momentum": 0.0}
     method, client = FedMKAvg(**options), make_client(tmp_path, 1, round=2)
     model = client.initial_weights()
     images, labels = torch.rand(5, *SHAPE), torch.tensor([0, 1, 2, 1, 0])
@@ -76,6 +105,8 @@ def test_local_training_is_sgd_with_a_cosine(augment: bool, mixed: int, tmp_path
     net, moves, mixing = make_task().net(), client.stream("moves"), client.stream("mixing")
     net.load_state_dict(model)
     indices = torch.randint(len(client.train), (3, 4), generator=client.stream("batches"))
+    counts = torch.tensor([float(n) for n in COUNTS[1]])
+    shift = torch.log((counts + 1) / (counts.sum() + 3)) if calibrate else torch.zeros(3)
     for step, batch in enumerate(indices):
         x, y = client.train.pick(batch)
         if mixed:
@@ -84,7 +115,7 @@ def test_local_training_is_sgd_with_a_cosine(augment: bool, mixed: int, tmp_path
         if augment:
             x = apply_affine(x, draw_affine(len(x), moves))
         lr = 0.3 * (1 + math.cos(math.pi * step / 3)) / 2
-        gradients = torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters()))
+        gradients = torch.autograd.grad(F.cross_entropy(net(x) + shift, y), list(net.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(net.parameters(), gradients, strict=True):
                 parameter.sub_(lr * gradient)

@@ -61,7 +61,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -82,7 +82,7 @@ from fewer.methods.condensed import Knowledge, concatenate_images, draw_grids, s
 from fewer.models import Task, Weights, all_finite, get_weights
 from fewer.models.split import find_head
 from fewer.registry import METHODS
-from fewer.runtime import Clients, Each, Unable, on_client, on_server
+from fewer.runtime import Answers, Clients, Each, Unable, on_client, on_server
 from fewer.runtime.streams import global_streams
 from fewer.wire import Codec, Shaped
 
@@ -222,32 +222,34 @@ class FedMK(Method[FedMKState]):
     def round(self, state: FedMKState, clients: Clients) -> FedMKState:
         """Lines 2 to 17: the cohort C condenses its data to D̂; the server trains W_G on D̂."""
         cohort = self.sample_cohort(clients)  # line 2
-        per_class = range(self.per_class + 1)
+        shared = self.draw_shared_knowledge(state, cohort, clients.stream("sharing"))
         answers = clients.ask(  # lines 4 to 13
-            cohort,
-            self.condense,
-            model=state.model,
-            shared=Each(self.draw_shared_knowledge(state, cohort, clients.stream("sharing"))),
-            returns={
-                "knowledge": {
-                    label: Shaped((per_class, *images.shape[1:]), max_value=MAX_PIXEL)
-                    for label, images in state.empty.items()
-                }
-            },
+            cohort, self.condense, model=state.model, shared=Each(shared), returns=self.answer_schema(state)
         )
+        model = self.server_start(state, answers)
         sent: dict[int, Knowledge] = {answer.client: answer["knowledge"] for answer in answers}
         new = {client: d_hat for client, d_hat in sent.items() if any(map(len, d_hat.values()))}
         if not new:
-            return state
+            return replace(state, model=model)
         knowledge = {**state.knowledge, **new}
         images, labels = concatenate_images((knowledge if self.keep_images == "latest" else new).values())
         (result,) = clients.map_on_server(  # lines 14 to 17
-            self.train_global_model, [{}], model=state.model, generator=state.generator, images=images, labels=labels
+            self.train_global_model, [{}], model=model, generator=state.generator, images=images, labels=labels
         )
         if not result["finite"]:
             self.warn(clients, "training on D̂ diverged, so the last model is kept; lower -o server_lr")
         image_history = {**state.image_history, **snapshot(clients.round, knowledge, new)}
         return FedMKState(result["model"], result["generator"], state.empty, knowledge, image_history)
+
+    def answer_schema(self, state: FedMKState) -> dict[str, Any]:
+        """The form of a valid answer: at most `per_class` images of each class."""
+        sizes = range(self.per_class + 1)
+        forms = {label: Shaped((sizes, *x.shape[1:]), max_value=MAX_PIXEL) for label, x in state.empty.items()}
+        return {"knowledge": forms}
+
+    def server_start(self, state: FedMKState, answers: Answers) -> Weights:
+        """The model that the server trains on D̂: W_G."""
+        return state.model
 
     def draw_shared_knowledge(
         self, state: FedMKState, cohort: list[int], stream: torch.Generator

@@ -22,22 +22,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer, draw_batches, sgd, task_loss
 from fewer.learning.augment import apply_affine, draw_affine
+from fewer.learning.sgd import Loss
 from fewer.methods import Client, SearchSpace, Server
-from fewer.methods.condensed import concatenate_images
-from fewer.methods.fedavg import average_by_size, train_models
+from fewer.methods.condensed import Knowledge, concatenate_images
+from fewer.methods.fedavg import average_by_size, model_schema, train_models
 from fewer.methods.fedmk import FedMK, FedMKState
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
-from fewer.runtime import Clients, on_client, on_server
+from fewer.runtime import Answers, Clients, on_client, on_server
 
 
 @METHODS.register("fedmk-avg")
@@ -50,14 +52,22 @@ class FedMKAvg(FedMK):
     """Noise that D̂ starts from: uniform in [−1, 1], or Gaussian with the mean and covariance of the class."""
     condense_rounds: PositiveInt = 1
     """Rounds of FedMK; after these, models are averaged."""
+    train_first: bool = True
+    """Whether clients train the global model in rounds of FedMK, too. The server then starts from the mean model."""
     lr: PositiveFloat = 0.1
     """Learning rate of local training (η)."""
     local_steps: PositiveInt = 400
-    """Local steps per round of averaging."""
+    """Local steps per round."""
     batch_size: PositiveInt = 32
     """Samples per local step."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """Learning rate over the local steps of a round: constant, or down to 0 along a cosine or a line."""
+    local_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of local training."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest norm of the gradient in local training; null means no limit."""
+    calibrate: bool = True
+    """Whether local training adds the log of the client's class frequencies to the scores."""
     augment_local: bool = True
     """Whether images in local training are randomly rotated, scaled and shifted."""
     mixed_images: NonNegativeInt = 0
@@ -105,24 +115,52 @@ class FedMKAvg(FedMK):
         by_class = [shuffled[labels[shuffled] == label][: self.mixed_per_class] for label in torch.unique(labels)]
         return torch.cat([labels.new_empty(0), *by_class])
 
+    def answer_schema(self, state: FedMKState) -> dict[str, Any]:
+        """The form of an answer in a round of condensation; with `train_first`, it has a trained model, too."""
+        return super().answer_schema(state) | (model_schema(state.model) if self.train_first else {})
+
+    def server_start(self, state: FedMKState, answers: Answers) -> Weights:
+        """The model that the server trains on D̂: the mean of the clients' models if they trained any, or else W_G."""
+        return average_by_size(answers) if self.train_first else state.model
+
+    @on_client(exact=("model",))
+    def condense(self, client: Client, model: Weights, shared: Knowledge) -> dict[str, Any]:
+        """Condenses the client's samples; with `train_first`, also trains the global model on them."""
+        answer = super().condense(client, model=model, shared=shared)
+        if self.train_first:
+            answer |= {"model": self.fit_model(client, model), "size": len(client.train)}
+        return answer
+
     @on_client(stream="train", exact=("model",))
     def local_train(self, client: Client, model: Weights, images: Tensor, labels: Tensor) -> dict[str, Any]:
         """Trains the global model on the client's samples, and on images of D̂ if it got any."""
-        net = client.net(model)
-        optimizer = LocalOptimizer(lr_schedule=self.lr_schedule)
-        batches = self.local_batches(client, images, labels)
-        sgd(net, batches, self.lr, loss=task_loss(client.task), optimizer=optimizer, steps=self.local_steps)
-        return {"model": get_weights(net), "size": len(client.train)}
+        return {"model": self.fit_model(client, model, images, labels), "size": len(client.train)}
 
-    def local_batches(self, client: Client, images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def fit_model(
+        self, client: Client, model: Weights, images: Tensor | None = None, labels: Tensor | None = None
+    ) -> Weights:
+        """The model after `local_steps` of training."""
+        net = client.net(model)
+        optimizer = LocalOptimizer(momentum=self.local_momentum, lr_schedule=self.lr_schedule)
+        batches = self.local_batches(client, images, labels)
+        loss = calibrated_loss(client) if self.calibrate else task_loss(client.task)
+        clip = None if self.clip_norm is None else partial(clip_gradients, self.clip_norm)
+        sgd(net, batches, self.lr, clip, loss, optimizer, self.local_steps)
+        return get_weights(net)
+
+    def local_batches(
+        self, client: Client, images: Tensor | None, labels: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the batches of one round: real samples and `mixed_images` of D̂, each image with its own map."""
-        images, labels = self.cut_into_tiles(images, labels)
+        mixed = None
+        if images is not None and labels is not None and len(images):
+            mixed = self.cut_into_tiles(images, labels)
         moves, mixing = client.stream("moves"), client.stream("mixing")
         indices = draw_batches(len(client.train), self.local_steps, self.batch_size, client.stream("batches"))
         for x, y in client.train.batches(indices):
-            if len(images):
-                drawn = torch.randint(len(images), (self.mixed_images,), generator=mixing)
-                x, y = torch.cat([x, images[drawn]]), torch.cat([y, labels[drawn]])
+            if mixed:
+                drawn = torch.randint(len(mixed[0]), (self.mixed_images,), generator=mixing)
+                x, y = torch.cat([x, mixed[0][drawn]]), torch.cat([y, mixed[1][drawn]])
             yield apply_affine(x, draw_affine(len(x), moves)) if self.augment_local else x, y
 
     @on_server(stream="replay")
@@ -133,3 +171,16 @@ class FedMKAvg(FedMK):
         return self.train_on_images(
             server, model, generator, images, labels, steps=self.replay_steps, lr=self.replay_lr
         )
+
+
+def clip_gradients(limit: float, parameters: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
+    """Scales the gradients in place, so that the norm of all together is at most `limit`."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    torch._foreach_mul_(gradients, (limit / norm.clamp_min(limit)))
+
+
+def calibrated_loss(client: Client) -> Loss:
+    """Cross-entropy of the scores plus log((n_c + 1) / (n + classes)), for n_c of the client's n samples in class c."""
+    counts = torch.bincount(client.train.labels, minlength=client.task.classes) + 1
+    shift = (counts / counts.sum()).log()
+    return lambda net, x, y: client.task.loss(net(x) + shift, y)
