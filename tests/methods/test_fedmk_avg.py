@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 import fewer
 from fewer.errors import SettingError
+from fewer.learning.aggregate import stack_models
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.methods.condensed import concatenate_images
 from fewer.methods.fedmk import FedMK
-from fewer.methods.fedmk_avg import FedMKAvg
+from fewer.methods.fedmk_avg import FedMKAvg, clip_gradients, mix_by_class
 from fewer.models import Task, get_weights
 from fewer.runtime import HandlerRunner, Inline
 from tests.helpers import Interrupt
@@ -34,7 +35,8 @@ def make_clients(method: FedMK, folder: Path, round: int) -> Inline:
 
 
 def test_without_local_training_the_first_round_is_fedmks(tmp_path: Path) -> None:
-    hybrid, fedmk = FedMKAvg(cohort=3, train_first=False, **QUICK), FedMK(cohort=3, start="class", **SMALL)
+    same = {"start": "class", "server_lr": 0.1, "pseudo_weight": 0.0, "cohort": 3}
+    hybrid, fedmk = FedMKAvg(train_first=False, **QUICK, **same), FedMK(**SMALL, **same)
     states = [
         method.round(method.init(make_task(), SEED), make_clients(method, tmp_path / method.name, 1))
         for method in (hybrid, fedmk)
@@ -57,15 +59,64 @@ def test_the_server_trains_the_mean_model_on_the_condensed_images(tmp_path: Path
         for name in before.model
     }
     images, labels = concatenate_images(after.knowledge.values())
-    expected = FedMK(**SMALL).train_global_model(
+    expected = method.distill(
         make_contexts(tmp_path / "server").server(0, 1),
         model=mean,
         generator=before.generator,
         images=images,
         labels=labels,
+        members=stack_models([answer["model"] for answer in answers]),
+        counts=torch.tensor(COUNTS),
     )
     assert all(torch.allclose(after.model[name], tensor, atol=1e-5) for name, tensor in expected["model"].items())
     assert not is_same(answers[0]["model"], before.model)
+
+
+@pytest.mark.parametrize("teacher_weight", [0.0, 0.3])
+def test_targets_mix_labels_and_the_opinion_of_clients_that_hold_a_class(teacher_weight: float, tmp_path: Path) -> None:
+    """One server step from the mean model, without momentum or augmentation."""
+    changed = {"server_steps": 1, "lr_decay": False, "augment": False, "momentum": 0.0, "server_lr": 0.5}
+    method = FedMKAvg(**{**QUICK, **changed, "teacher_weight": teacher_weight})
+    server, stream = make_contexts(tmp_path).server(0, 1), make_contexts(tmp_path).server(0, 1).stream("learning")
+    images, labels = torch.rand(6, *SHAPE), torch.tensor([0, 1, 2, 0, 1, 2])
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        nets = [make_task().net() for _ in range(3)]
+    counts = torch.tensor([[3, 0, 1], [1, 4, 0], [0, 4, 0]])
+    batch = torch.randint(6, (5,), generator=stream)
+    x, y = images[batch], labels[batch]
+    first, second = (net(x).softmax(1).detach() for net in nets[1:])
+    own = nets[0](x).softmax(1).detach()
+    p = torch.stack([3 / 4 * own[:, 0] + 1 / 4 * first[:, 0], (first[:, 1] + second[:, 1]) / 2, own[:, 2]], 1)
+    targets = (1 - teacher_weight) * F.one_hot(y, 3) + teacher_weight * p / p.sum(1, keepdim=True)
+    loss = -(targets * nets[0](x).log_softmax(1)).sum(1).mean()
+    gradients = torch.autograd.grad(loss, list(nets[0].parameters()))
+    result = method.distill(
+        server,
+        model=get_weights(nets[0]),
+        generator={},
+        images=images,
+        labels=labels,
+        members=stack_models([get_weights(net) for net in nets]),
+        counts=counts,
+    )
+    for (name, parameter), gradient in zip(nets[0].named_parameters(), gradients, strict=True):
+        assert torch.allclose(result["model"][name], parameter - 0.5 * gradient, atol=1e-6)
+
+
+def test_a_class_that_no_client_holds_has_no_teacher() -> None:
+    p = mix_by_class([torch.zeros(1, 3)], torch.tensor([[2, 0, 0]]))
+    assert p.tolist() == [[1, 0, 0]]
+    assert mix_by_class([torch.zeros(1, 3)], torch.zeros(1, 3)).tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("limit", [0.5, 10.0])
+def test_gradients_are_clipped_to_a_norm(limit: float) -> None:
+    gradients = torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])
+    clip_gradients(limit, [], gradients)
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    assert torch.isclose(norm, torch.tensor(min(limit, 5.0)))
+    assert torch.isclose(gradients[1][0, 0] / gradients[0][0], torch.tensor(4 / 3))
 
 
 @pytest.mark.parametrize("condense_rounds", [1, 2])
@@ -96,7 +147,7 @@ def test_later_rounds_average_by_size_and_keep_the_images(condense_rounds: int, 
 def test_local_training_is_sgd_with_a_cosine(augment: bool, calibrate: bool, mixed: int, tmp_path: Path) -> None:
     """Three steps with learning rates lr, 3/4 lr and 1/4 lr: (1 + cos(π s / 3)) / 2 in step s."""
     options = {"local_steps": 3, "batch_size": 4, "lr": 0.3, "augment_local": augment, "mixed_images": mixed}
-    options |= {"calibrate": calibrate, "local_momentum": 0.0}
+    options |= {"calibrate": calibrate, "clip_norm": None}
     method, client = FedMKAvg(**options), make_client(tmp_path, 1, round=2)
     model = client.initial_weights()
     images, labels = torch.rand(5, *SHAPE), torch.tensor([0, 1, 2, 1, 0])
@@ -158,7 +209,7 @@ def test_replay_trains_the_mean_on_the_condensed_images(tmp_path: Path) -> None:
     after = replayed.round(state, make_clients(replayed, tmp_path / "replay", 2))
     # The same steps as FedMK's server takes, with other settings.
     server = make_contexts(tmp_path / "server").server(0, 2)
-    fedmk = FedMK(**{**SMALL, "server_steps": 2, "server_lr": 0.03})
+    fedmk = FedMK(**{**SMALL, "server_steps": 2, "server_lr": 0.03, "pseudo_weight": 0.0})
     parts = [(images, int(label)) for d_hat in state.knowledge.values() for label, images in d_hat.items()]
     images, labels = torch.cat([i for i, _ in parts]), torch.cat([torch.full((len(i),), label) for i, label in parts])
     expected = fedmk.train_global_model(

@@ -77,6 +77,7 @@ from fewer.learning import LocalOptimizer, sgd
 from fewer.learning.augment import apply_affine, cut_tiles, draw_affine, join_tiles
 from fewer.learning.generator import Generator, GeneratorOutput, build_generator, train_generator
 from fewer.learning.match import PerturbedNets, RandomNets, TrainedNets, match_statistics
+from fewer.learning.sgd import Loss, cross_entropy
 from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, SearchSpace, Server
 from fewer.methods.condensed import Knowledge, concatenate_images, draw_grids, snapshot
 from fewer.models import Task, Weights, all_finite, get_weights
@@ -233,8 +234,8 @@ class FedMK(Method[FedMKState]):
             return replace(state, model=model)
         knowledge = {**state.knowledge, **new}
         images, labels = concatenate_images((knowledge if self.keep_images == "latest" else new).values())
-        (result,) = clients.map_on_server(  # lines 14 to 17
-            self.train_global_model, [{}], model=model, generator=state.generator, images=images, labels=labels
+        result = self.train_server(  # lines 14 to 17
+            clients, answers, model=model, generator=state.generator, images=images, labels=labels
         )
         if not result["finite"]:
             self.warn(clients, "training on D̂ diverged, so the last model is kept; lower -o server_lr")
@@ -250,6 +251,11 @@ class FedMK(Method[FedMKState]):
     def server_start(self, state: FedMKState, answers: Answers) -> Weights:
         """The model that the server trains on D̂: W_G."""
         return state.model
+
+    def train_server(self, clients: Clients, answers: Answers, **fields: Any) -> dict[str, Any]:
+        """The result of training the model on D̂."""
+        (result,) = clients.map_on_server(self.train_global_model, [{}], **fields)
+        return result
 
     def draw_shared_knowledge(
         self, state: FedMKState, cohort: list[int], stream: torch.Generator
@@ -424,10 +430,12 @@ class FedMK(Method[FedMKState]):
         *,
         steps: int,
         lr: float,
+        real_loss: Loss = cross_entropy,
     ) -> dict[str, Any]:
         """Updates w^G by Eq 10, then W_G by `steps` of Eq 11, on D̂ and on features from the generator (D̂^pseu).
 
-        If training diverges (too high a learning rate, or a malicious client), model and generator stay the same.
+        `real_loss` is the loss on D̂. If training diverges (too high a learning rate, or a malicious client), model and
+        generator stay the same.
         """
         images, labels = self.cut_into_tiles(images, labels)
         net, stream = server.net(model), server.stream("learning")
@@ -449,10 +457,10 @@ class FedMK(Method[FedMKState]):
             )
 
         def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            real_loss = F.cross_entropy(net(x), y)  # L(W_G, D̂), Eq 9
+            images_loss = real_loss(net, x, y)  # L(W_G, D̂), Eq 9
             if generator_net is None:
-                return real_loss
-            return real_loss + self.pseudo_weight * self.pseudo_loss(
+                return images_loss
+            return images_loss + self.pseudo_weight * self.pseudo_loss(
                 generator_net, head, class_weights, stream
             )  # Eq 11
 
