@@ -17,13 +17,13 @@ from fewer.learning.aggregate import stack_models
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.methods.condensed import concatenate_images
 from fewer.methods.fedmk import FedMK
-from fewer.methods.fedmk_avg import FedMKAvg, clip_gradients, mix_by_class
+from fewer.methods.fedmk_avg import FedMKAvg, clip_gradients, mix_by_class, mix_pairs
 from fewer.models import Task, get_weights
 from fewer.runtime import HandlerRunner, Inline
 from tests.helpers import Interrupt
 from tests.methods.fedmk_harness import COUNTS, DATA, SEED, SHAPE, SMALL, is_same, make_client, make_contexts, make_task
 
-QUICK: dict[str, Any] = {**SMALL, "local_steps": 2, "batch_size": 3}
+QUICK: dict[str, Any] = {**SMALL, "local_steps": 2, "first_steps": 3, "batch_size": 3}
 NO_IMAGES, NO_LABELS = torch.empty(0, *SHAPE), torch.empty(0, dtype=torch.long)
 
 
@@ -75,7 +75,14 @@ def test_the_server_trains_the_mean_model_on_the_condensed_images(tmp_path: Path
 @pytest.mark.parametrize("teacher_weight", [0.0, 0.3])
 def test_targets_mix_labels_and_the_opinion_of_clients_that_hold_a_class(teacher_weight: float, tmp_path: Path) -> None:
     """One server step from the mean model, without momentum or augmentation."""
-    changed = {"server_steps": 1, "lr_decay": False, "augment": False, "momentum": 0.0, "server_lr": 0.5}
+    changed = {
+        "server_steps": 1,
+        "mix_pairs": False,
+        "lr_decay": False,
+        "augment": False,
+        "momentum": 0.0,
+        "server_lr": 0.5,
+    }
     method = FedMKAvg(**{**QUICK, **changed, "teacher_weight": teacher_weight})
     server, stream = make_contexts(tmp_path).server(0, 1), make_contexts(tmp_path).server(0, 1).stream("learning")
     images, labels = torch.rand(6, *SHAPE), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -85,9 +92,8 @@ def test_targets_mix_labels_and_the_opinion_of_clients_that_hold_a_class(teacher
     counts = torch.tensor([[3, 0, 1], [1, 4, 0], [0, 4, 0]])
     batch = torch.randint(6, (5,), generator=stream)
     x, y = images[batch], labels[batch]
-    first, second = (net(x).softmax(1).detach() for net in nets[1:])
-    own = nets[0](x).softmax(1).detach()
-    p = torch.stack([3 / 4 * own[:, 0] + 1 / 4 * first[:, 0], (first[:, 1] + second[:, 1]) / 2, own[:, 2]], 1)
+    own, first, second = (net(x).softmax(1).detach() for net in nets)
+    p = torch.stack([own[:, 0] ** 0.75 * first[:, 0] ** 0.25, (first[:, 1] * second[:, 1]) ** 0.5, own[:, 2]], 1)
     targets = (1 - teacher_weight) * F.one_hot(y, 3) + teacher_weight * p / p.sum(1, keepdim=True)
     loss = -(targets * nets[0](x).log_softmax(1)).sum(1).mean()
     gradients = torch.autograd.grad(loss, list(nets[0].parameters()))
@@ -104,10 +110,20 @@ def test_targets_mix_labels_and_the_opinion_of_clients_that_hold_a_class(teacher
         assert torch.allclose(result["model"][name], parameter - 0.5 * gradient, atol=1e-6)
 
 
-def test_a_class_that_no_client_holds_has_no_teacher() -> None:
-    p = mix_by_class([torch.zeros(1, 3)], torch.tensor([[2, 0, 0]]))
-    assert p.tolist() == [[1, 0, 0]]
-    assert mix_by_class([torch.zeros(1, 3)], torch.zeros(1, 3)).tolist() == [[0, 0, 0]]
+def test_a_class_that_no_client_holds_has_no_teacher_and_nobody_rules_out_a_class() -> None:
+    counts = torch.tensor([[2, 0, 1], [0, 0, 1]])
+    p = mix_by_class([torch.zeros(1, 3), torch.zeros(1, 3)], counts)
+    assert torch.allclose(p, torch.tensor([[0.5, 0, 0.5]]))
+    sure = mix_by_class([torch.tensor([[0.0, 0, 0]]), torch.tensor([[99.0, 0, 0]])], counts)
+    odds = math.exp(0.5 * math.log(1 / 3) - 4) / (1 / 3)  # of class 2 to class 0: half of each client's opinion
+    assert math.isclose(sure[0, 2] / sure[0, 0], odds, rel_tol=1e-5)
+
+
+def test_pairs_are_mixed_with_their_targets() -> None:
+    x, targets = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 1, 2, 2), torch.eye(4)
+    mixed, soft = mix_pairs(x, targets, torch.Generator().manual_seed(0))
+    assert torch.allclose(mixed.mean((1, 2, 3)), soft @ torch.arange(4.0))
+    assert torch.allclose(soft.sum(1), torch.ones(4)) and bool(((soft > 0) & (soft < 1)).any())
 
 
 @pytest.mark.parametrize("limit", [0.5, 10.0])

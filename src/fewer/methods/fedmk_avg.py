@@ -4,9 +4,9 @@ Averages of locally trained models need several rounds. Condensed images (D̂) a
 clients' models are its teachers. f_k is the model of client k, and n_kc is its number of samples of class c.
 
 - Rounds 1 to `condense_rounds`: a client condenses its samples (fedmk.py), and trains the global model on them. It
-  sends D̂, f_k and n_k. The server averages the models by size. It then trains the mean on D̂, augmented, with the
-  targets (1 − λ) · label + λ · p(x), where p(x)_c ∝ Σ_k (n_kc / Σ_j n_jc) softmax(f_k(x))_c. So a client has no say on
-  classes that it does not hold.
+  sends D̂, f_k and n_kc. The server averages the models by size. It then trains the mean on D̂, augmented and mixed in
+  pairs, with the targets (1 − λ) · label + λ · p(x), where p(x)_c ∝ Π_k softmax(f_k(x))_c ^ (n_kc / Σ_j n_jc). So a
+  client has no say on classes that it does not hold.
 - Every later round: a client trains the global model w, w ← w − η_s ∇ℓ(w; b) in step s. The server averages the models
   by size (fedavg.py).
 
@@ -52,8 +52,8 @@ from fewer.registry import METHODS
 from fewer.runtime import Answers, Clients, on_client, on_server
 from fewer.wire import Shaped
 
-TINY = 1e-12
-"""The least sum of soft targets: a class that no client holds has none."""
+MIN_LOG = -8.0
+"""The least log probability that a teacher may give to a class."""
 
 
 @METHODS.register("fedmk-avg")
@@ -68,11 +68,15 @@ class FedMKAvg(FedMK):
     """Rounds of FedMK; after these, models are averaged."""
     train_first: bool = True
     """Whether clients train the global model in rounds of FedMK, too. The server then starts from the mean model."""
-    teacher_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
+    first_steps: PositiveInt = 1000
+    """Local steps in rounds of FedMK. Only with `train_first`."""
+    teacher_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Weight of the clients' models as teachers on D̂ (λ), next to its labels. Only with `train_first`."""
-    matching_steps: NonNegativeInt = 50
+    mix_pairs: bool = True
+    """Whether teachers see random mixtures of two images of D̂."""
+    matching_steps: NonNegativeInt = 30
     """Steps that match class statistics under random nets, before the outer loop."""
-    server_steps: PositiveInt = 500
+    server_steps: PositiveInt = 1000
     """Server steps per round of FedMK."""
     server_lr: PositiveFloat | None = 0.1
     """Learning rate of the server; null means that of the inner loop."""
@@ -92,7 +96,7 @@ class FedMKAvg(FedMK):
     """Momentum of local training."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest norm of the gradient in local training; null means no limit."""
-    calibrate: bool = True
+    calibrate: bool = False
     """Whether local training adds the log of the client's class frequencies to the scores."""
     augment_local: bool = True
     """Whether images in local training are randomly rotated, scaled and shifted."""
@@ -156,7 +160,8 @@ class FedMKAvg(FedMK):
         answer = super().condense(client, model=model, shared=shared)
         if self.train_first:
             counts = torch.bincount(client.train.labels, minlength=client.task.classes)
-            answer |= {"model": self.fit_model(client, model), "size": len(client.train), "counts": counts}
+            trained = self.fit_model(client, model, self.first_steps)
+            answer |= {"model": trained, "size": len(client.train), "counts": counts}
         return answer
 
     def server_start(self, state: FedMKState, answers: Answers) -> Weights:
@@ -185,12 +190,15 @@ class FedMKAvg(FedMK):
     ) -> dict[str, Any]:
         """Trains the model on D̂, with soft targets (1 − λ) · label + λ · p(x)."""
         teachers = [server.net(weights).eval() for weights in unstack_models(members)]
+        stream = server.stream("pairs")
 
         def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            targets = F.one_hot(y, server.task.classes).to(x)
+            if self.mix_pairs:
+                x, targets = mix_pairs(x, targets, stream)
             with torch.no_grad():
                 soft = mix_by_class([teacher(x) for teacher in teachers], counts)
-            targets = torch.lerp(F.one_hot(y, soft.shape[1]).to(soft), soft, self.teacher_weight)
-            return F.cross_entropy(net(x), targets)
+            return F.cross_entropy(net(x), torch.lerp(targets, soft, self.teacher_weight))
 
         lr = self.server_lr or self.inner_lr
         fields = {"images": images, "labels": labels, "steps": self.server_steps, "lr": lr}
@@ -201,29 +209,30 @@ class FedMKAvg(FedMK):
     @on_client(stream="train", exact=("model",))
     def local_train(self, client: Client, model: Weights, images: Tensor, labels: Tensor) -> dict[str, Any]:
         """Trains the global model on the client's samples, and on images of D̂ if it got any."""
-        return {"model": self.fit_model(client, model, images, labels), "size": len(client.train)}
+        trained = self.fit_model(client, model, self.local_steps, images, labels)
+        return {"model": trained, "size": len(client.train)}
 
     def fit_model(
-        self, client: Client, model: Weights, images: Tensor | None = None, labels: Tensor | None = None
+        self, client: Client, model: Weights, steps: int, images: Tensor | None = None, labels: Tensor | None = None
     ) -> Weights:
-        """The model after `local_steps` of training."""
+        """The model after this many steps of training."""
         net = client.net(model)
         optimizer = LocalOptimizer(momentum=self.local_momentum, lr_schedule=self.lr_schedule)
-        batches = self.local_batches(client, images, labels)
+        batches = self.local_batches(client, steps, images, labels)
         loss = calibrated_loss(client) if self.calibrate else task_loss(client.task)
         clip = None if self.clip_norm is None else partial(clip_gradients, self.clip_norm)
-        sgd(net, batches, self.lr, clip, loss, optimizer, self.local_steps)
+        sgd(net, batches, self.lr, clip, loss, optimizer, steps)
         return get_weights(net)
 
     def local_batches(
-        self, client: Client, images: Tensor | None, labels: Tensor | None
+        self, client: Client, steps: int, images: Tensor | None, labels: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the batches of one round: real samples and `mixed_images` of D̂, each image with its own map."""
         mixed = None
         if images is not None and labels is not None and len(images):
             mixed = self.cut_into_tiles(images, labels)
         moves, mixing = client.stream("moves"), client.stream("mixing")
-        indices = draw_batches(len(client.train), self.local_steps, self.batch_size, client.stream("batches"))
+        indices = draw_batches(len(client.train), steps, self.batch_size, client.stream("batches"))
         for x, y in client.train.batches(indices):
             if mixed:
                 drawn = torch.randint(len(mixed[0]), (self.mixed_images,), generator=mixing)
@@ -241,10 +250,24 @@ class FedMKAvg(FedMK):
 
 
 def mix_by_class(logits: Sequence[Tensor], counts: Tensor) -> Tensor:
-    """p(x)_c ∝ Σ_k (n_kc / Σ_j n_jc) softmax(f_k(x))_c: a client counts by its share of the samples of a class."""
+    """p(x)_c ∝ Π_k softmax(f_k(x))_c ^ (n_kc / Σ_j n_jc); 0 for classes that no client holds.
+
+    A single client cannot rule out a class: no softmax counts as less than e^−8.
+    """
     shares = counts.clamp_min(0) / counts.clamp_min(0).sum(0).clamp_min(1)  # clients × classes
-    mixed = (shares[:, None] * torch.stack([scores.softmax(1) for scores in logits])).sum(0)
-    return mixed / mixed.sum(1, keepdim=True).clamp_min(TINY)
+    opinions = torch.stack([scores.log_softmax(1).clamp_min(MIN_LOG) for scores in logits])
+    mixed = (shares[:, None] * opinions).sum(0)
+    return mixed.masked_fill(counts.sum(0) <= 0, -torch.inf).softmax(1)
+
+
+def mix_pairs(x: Tensor, targets: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+    """a · image + (1 − a) · another image of the batch, with a uniform in [0, 1] for each; targets alike."""
+    a = torch.rand(len(x), generator=stream).to(x)
+    partner = torch.randperm(len(x), generator=stream).to(x.device)
+    return (
+        torch.lerp(x[partner], x, a.view(-1, *[1] * (x.dim() - 1))),
+        torch.lerp(targets[partner], targets, a[:, None]),
+    )
 
 
 def clip_gradients(limit: float, parameters: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
