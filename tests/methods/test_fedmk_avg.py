@@ -13,15 +13,17 @@ from torch.nn import functional as F
 
 import fewer
 from fewer.errors import SettingError
+from fewer.learning.aggregate import stack_models
 from fewer.learning.augment import apply_affine, draw_affine
+from fewer.methods.condensed import concatenate_images
 from fewer.methods.fedmk import FedMK
-from fewer.methods.fedmk_avg import FedMKAvg
+from fewer.methods.fedmk_avg import FedMKAvg, clip_gradients, mix_by_class, mix_pairs
 from fewer.models import Task, get_weights
 from fewer.runtime import HandlerRunner, Inline
 from tests.helpers import Interrupt
 from tests.methods.fedmk_harness import COUNTS, DATA, SEED, SHAPE, SMALL, is_same, make_client, make_contexts, make_task
 
-QUICK: dict[str, Any] = {**SMALL, "local_steps": 2, "batch_size": 3}
+QUICK: dict[str, Any] = {**SMALL, "local_steps": 2, "first_steps": 3, "batch_size": 3}
 NO_IMAGES, NO_LABELS = torch.empty(0, *SHAPE), torch.empty(0, dtype=torch.long)
 
 
@@ -32,13 +34,105 @@ def make_clients(method: FedMK, folder: Path, round: int) -> Inline:
     return clients
 
 
-def test_the_first_round_is_fedmks(tmp_path: Path) -> None:
-    hybrid, fedmk = FedMKAvg(cohort=3, **QUICK), FedMK(cohort=3, start="class", **SMALL)
+def test_without_local_training_the_first_round_is_fedmks(tmp_path: Path) -> None:
+    same = {"start": "class", "server_lr": 0.1, "pseudo_weight": 0.0, "cohort": 3}
+    hybrid, fedmk = FedMKAvg(train_first=False, **QUICK, **same), FedMK(**SMALL, **same)
     states = [
         method.round(method.init(make_task(), SEED), make_clients(method, tmp_path / method.name, 1))
         for method in (hybrid, fedmk)
     ]
     assert is_same(*states) and states[0].knowledge
+
+
+def test_the_server_trains_the_mean_model_on_the_condensed_images(tmp_path: Path) -> None:
+    method = FedMKAvg(cohort=4, **QUICK)
+    before = method.init(make_task(), SEED)
+    after = method.round(before, make_clients(method, tmp_path / "round", 1))
+    answers = [
+        method.condense(make_client(tmp_path, id, 1), model=before.model, shared=before.empty) for id in range(4)
+    ]
+    sizes = [sum(counts) for counts in COUNTS]
+    assert [answer["size"] for answer in answers] == sizes
+    mean = {
+        name: torch.stack([size * answer["model"][name] for size, answer in zip(sizes, answers, strict=True)]).sum(0)
+        / sum(sizes)
+        for name in before.model
+    }
+    images, labels = concatenate_images(after.knowledge.values())
+    expected = method.distill(
+        make_contexts(tmp_path / "server").server(0, 1),
+        model=mean,
+        generator=before.generator,
+        images=images,
+        labels=labels,
+        members=stack_models([answer["model"] for answer in answers]),
+        counts=torch.tensor(COUNTS),
+    )
+    assert all(torch.allclose(after.model[name], tensor, atol=1e-5) for name, tensor in expected["model"].items())
+    assert not is_same(answers[0]["model"], before.model)
+
+
+@pytest.mark.parametrize("teacher_weight", [0.0, 0.3])
+def test_targets_mix_labels_and_the_opinion_of_clients_that_hold_a_class(teacher_weight: float, tmp_path: Path) -> None:
+    """One server step from the mean model, without momentum or augmentation."""
+    changed = {
+        "server_steps": 1,
+        "mix_pairs": False,
+        "lr_decay": False,
+        "augment": False,
+        "momentum": 0.0,
+        "server_lr": 0.5,
+    }
+    method = FedMKAvg(**{**QUICK, **changed, "teacher_weight": teacher_weight})
+    server, stream = make_contexts(tmp_path).server(0, 1), make_contexts(tmp_path).server(0, 1).stream("learning")
+    images, labels = torch.rand(6, *SHAPE), torch.tensor([0, 1, 2, 0, 1, 2])
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        nets = [make_task().net() for _ in range(3)]
+    counts = torch.tensor([[3, 0, 1], [1, 4, 0], [0, 4, 0]])
+    batch = torch.randint(6, (5,), generator=stream)
+    x, y = images[batch], labels[batch]
+    own, first, second = (net(x).softmax(1).detach() for net in nets)
+    p = torch.stack([own[:, 0] ** 0.75 * first[:, 0] ** 0.25, (first[:, 1] * second[:, 1]) ** 0.5, own[:, 2]], 1)
+    targets = (1 - teacher_weight) * F.one_hot(y, 3) + teacher_weight * p / p.sum(1, keepdim=True)
+    loss = -(targets * nets[0](x).log_softmax(1)).sum(1).mean()
+    gradients = torch.autograd.grad(loss, list(nets[0].parameters()))
+    result = method.distill(
+        server,
+        model=get_weights(nets[0]),
+        generator={},
+        images=images,
+        labels=labels,
+        members=stack_models([get_weights(net) for net in nets]),
+        counts=counts,
+    )
+    for (name, parameter), gradient in zip(nets[0].named_parameters(), gradients, strict=True):
+        assert torch.allclose(result["model"][name], parameter - 0.5 * gradient, atol=1e-6)
+
+
+def test_a_class_that_no_client_holds_has_no_teacher_and_nobody_rules_out_a_class() -> None:
+    counts = torch.tensor([[2, 0, 1], [0, 0, 1]])
+    p = mix_by_class([torch.zeros(1, 3), torch.zeros(1, 3)], counts)
+    assert torch.allclose(p, torch.tensor([[0.5, 0, 0.5]]))
+    sure = mix_by_class([torch.tensor([[0.0, 0, 0]]), torch.tensor([[99.0, 0, 0]])], counts)
+    odds = math.exp(0.5 * math.log(1 / 3) - 4) / (1 / 3)  # of class 2 to class 0: half of each client's opinion
+    assert math.isclose(sure[0, 2] / sure[0, 0], odds, rel_tol=1e-5)
+
+
+def test_pairs_are_mixed_with_their_targets() -> None:
+    x, targets = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 1, 2, 2), torch.eye(4)
+    mixed, soft = mix_pairs(x, targets, torch.Generator().manual_seed(0))
+    assert torch.allclose(mixed.mean((1, 2, 3)), soft @ torch.arange(4.0))
+    assert torch.allclose(soft.sum(1), torch.ones(4)) and bool(((soft > 0) & (soft < 1)).any())
+
+
+@pytest.mark.parametrize("limit", [0.5, 10.0])
+def test_gradients_are_clipped_to_a_norm(limit: float) -> None:
+    gradients = torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])
+    clip_gradients(limit, [], gradients)
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    assert torch.isclose(norm, torch.tensor(min(limit, 5.0)))
+    assert torch.isclose(gradients[1][0, 0] / gradients[0][0], torch.tensor(4 / 3))
 
 
 @pytest.mark.parametrize("condense_rounds", [1, 2])
@@ -64,10 +158,12 @@ def test_later_rounds_average_by_size_and_keep_the_images(condense_rounds: int, 
 
 
 @pytest.mark.parametrize("augment", [False, True])
+@pytest.mark.parametrize("calibrate", [False, True])
 @pytest.mark.parametrize("mixed", [0, 2])
-def test_local_training_is_sgd_with_a_cosine(augment: bool, mixed: int, tmp_path: Path) -> None:
+def test_local_training_is_sgd_with_a_cosine(augment: bool, calibrate: bool, mixed: int, tmp_path: Path) -> None:
     """Three steps with learning rates lr, 3/4 lr and 1/4 lr: (1 + cos(π s / 3)) / 2 in step s."""
     options = {"local_steps": 3, "batch_size": 4, "lr": 0.3, "augment_local": augment, "mixed_images": mixed}
+    options |= {"calibrate": calibrate, "clip_norm": None}
     method, client = FedMKAvg(**options), make_client(tmp_path, 1, round=2)
     model = client.initial_weights()
     images, labels = torch.rand(5, *SHAPE), torch.tensor([0, 1, 2, 1, 0])
@@ -76,6 +172,8 @@ def test_local_training_is_sgd_with_a_cosine(augment: bool, mixed: int, tmp_path
     net, moves, mixing = make_task().net(), client.stream("moves"), client.stream("mixing")
     net.load_state_dict(model)
     indices = torch.randint(len(client.train), (3, 4), generator=client.stream("batches"))
+    counts = torch.tensor([float(n) for n in COUNTS[1]])
+    shift = torch.log((counts + 1) / (counts.sum() + 3)) if calibrate else torch.zeros(3)
     for step, batch in enumerate(indices):
         x, y = client.train.pick(batch)
         if mixed:
@@ -84,7 +182,7 @@ def test_local_training_is_sgd_with_a_cosine(augment: bool, mixed: int, tmp_path
         if augment:
             x = apply_affine(x, draw_affine(len(x), moves))
         lr = 0.3 * (1 + math.cos(math.pi * step / 3)) / 2
-        gradients = torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters()))
+        gradients = torch.autograd.grad(F.cross_entropy(net(x) + shift, y), list(net.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(net.parameters(), gradients, strict=True):
                 parameter.sub_(lr * gradient)
@@ -127,7 +225,7 @@ def test_replay_trains_the_mean_on_the_condensed_images(tmp_path: Path) -> None:
     after = replayed.round(state, make_clients(replayed, tmp_path / "replay", 2))
     # The same steps as FedMK's server takes, with other settings.
     server = make_contexts(tmp_path / "server").server(0, 2)
-    fedmk = FedMK(**{**SMALL, "server_steps": 2, "server_lr": 0.03})
+    fedmk = FedMK(**{**SMALL, "server_steps": 2, "server_lr": 0.03, "pseudo_weight": 0.0})
     parts = [(images, int(label)) for d_hat in state.knowledge.values() for label, images in d_hat.items()]
     images, labels = torch.cat([i for i, _ in parts]), torch.cat([torch.full((len(i),), label) for i, label in parts])
     expected = fedmk.train_global_model(

@@ -136,6 +136,14 @@ def audit(
     return Audit(*names, len(result.history), hash, attacked.clients, metrics, images, notes)
 
 
+def measure_copies(path: Path, clients: int = CLIENTS) -> dict[str, Any]:
+    """Compares a run's synthetic images with real ones, as `audit` does. Empty if its clients send none."""
+    result = open_run(path)
+    if not isinstance(result.method, HasSyntheticData):
+        return {}
+    return _AttackedRun(result, RunReader(path).participants, clients).compare_to_real()[0]
+
+
 class _AttackedRun:
     """A run under attack."""
 

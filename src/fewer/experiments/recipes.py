@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 import fewer
 from fewer.errors import SettingError, setting_error, unknown_name
 from fewer.experiments.compare import Row, SeedRunner, assign_options
-from fewer.experiments.studies import CellRuns, Study, parse_study
+from fewer.experiments.studies import COLUMN_STUDIES, CellRuns, Study, parse_study
 from fewer.experiments.targets import TargetCost, best_value, cost_to_reach
 from fewer.experiments.tune import TRIALS, Trial, mean_client_value, pooled_value, settings_at_edge
 from fewer.methods import find
@@ -84,10 +84,10 @@ class Recipe(BaseModel):
     """What `--quick` changes: settings, seeds, trials, by_round and study options."""
     by_round: bool | list[PositiveInt] = False
     """Adds a table of the accuracy after each round, or after the listed rounds."""
-    figure: Literal["rounds", "megabytes", "columns", "heatmap"] | None = None
-    """The x-axis of the accuracy plot: rounds, megabytes sent, or the columns of the table; or the table as a heat map.
+    figure: Literal["rounds", "megabytes", "rounds and megabytes", "columns", "heatmap"] | None = None
+    """The x-axis of the accuracy plot: rounds, megabytes sent (or a plot of each), or the columns of the table.
 
-    None: no plot. A plot of accuracy by operations follows in any case.
+    `heatmap` draws the table as a heat map. None: no plot. A plot of accuracy by operations follows in any case.
     """
     study: dict[str, Any] = {}
     """The name and options of a study that measures more than accuracy."""
@@ -165,7 +165,7 @@ def reproduce(
     for wrong in [column for column in columns if column not in known]:
         raise unknown_name("column", wrong, known)
     kept = _load_other_rows(name, recipe, rows, columns or known, published) if rows and published else {}
-    if columns and recipe.study:
+    if columns and recipe.study.get("name") in COLUMN_STUDIES:
         raise SettingError(f"recipe '{name}' has a study over all its columns; run it without --column")
     if quick:
         changed: dict[str, Any] = {key: recipe.quick[key] for key in _QUICK_FIELDS if key in recipe.quick}
@@ -318,7 +318,8 @@ def write_results(
     stem = folder / (name + ("-quick" if quick else ""))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page, data = (stem.with_name(stem.name + kind) for kind in (".md", ".json"))
-    images = {kind: stem.with_name(stem.name + FIGURES[kind]) for kind in pictures or {}}
+    endings = FIGURES | ({"rounds": "-rounds.png"} if pictures and {"rounds", "megabytes"} <= set(pictures) else {})
+    images = {kind: stem.with_name(stem.name + endings[kind]) for kind in pictures or {}}
     table = render_markdown(recipe, cells, command, quick, {kind: path.name for kind, path in images.items()})
     if later:
         table += f"\nRows made later than the others (`--row`): {', '.join(later)}.\n"

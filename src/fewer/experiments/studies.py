@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fewer.audit import AttackImages, audit
+from fewer.audit.attacks import COPY_RATIO, measure_copies
 from fewer.audit.distance import earth_mover, value_range
 from fewer.audit.summary import HEADS, LIMITS, MEANING, summary_rows
 from fewer.data import ArrayData
@@ -112,6 +113,24 @@ def leakage(cells: Sequence[CellRuns], clients: int = 10, steps: int = 500, star
             for image in findings.images
         ]
     return Study([*lines, MEANING, "", LIMITS], metrics, images)
+
+
+def copies(cells: Sequence[CellRuns], clients: int = 10) -> Study:
+    """Compares the synthetic images of each run with the real images of their clients, if clients send any."""
+    lines, metrics = ["", "## Synthetic images and real ones", ""], {}
+    lines += ["| | near-copies | images | smallest ratio | median ratio |", "|---|---|---|---|---|"]
+    for row, column, paths in cells:
+        found = [ratios for path in paths if "near_copies" in (ratios := measure_copies(path, clients))]
+        if not found:
+            continue
+        metrics[f"{row}, {column}"] = found
+        shares = format_interval(interval([ratios["near_copies"] for ratios in found]), 2)
+        smallest, median = min(r["min"] for r in found), statistics.median(r["median"] for r in found)
+        images = sum(ratios["images"] for ratios in found)
+        lines.append(f"| {row}, {column} | {shares} % | {images:,} | {smallest:.2f} | {median:.2f} |")
+    ratio = "distance to the nearest real image of the client and class, divided by the typical distance between those"
+    lines += ["", f"Ratio: {ratio}. A near-copy is below {COPY_RATIO:g}. Rows that are not listed send no images."]
+    return Study(lines, metrics)
 
 
 def emd(cells: Sequence[CellRuns], paper: Sequence[float] = ()) -> Study:
@@ -249,4 +268,8 @@ def _project(embedding: Embedding, max_samples: int) -> Cloud:
     return Cloud(points[:samples], all_labels, is_own, points[samples:], embedding.prototype_labels.cpu().numpy())
 
 
-STUDIES: dict[str, Callable[..., Study]] = {"leakage": leakage, "emd": emd, "unused": unused, "embedding": embedding}
+STUDIES: dict[str, Callable[..., Study]] = {
+    study.__name__: study for study in (leakage, copies, emd, unused, embedding)
+}
+COLUMN_STUDIES = {"emd", "embedding"}
+"""Studies that need all columns of a table."""

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from fewer.data import Samples
 from fewer.learning.augment import apply_affine, cut_tiles, draw_affine
 from fewer.learning.sgd import draw_subset, sgd
+from fewer.models.convolution import speed_up_convolutions
 from fewer.models.nets import copy_net
 
 REAL_PER_CLASS = 64
@@ -43,7 +44,7 @@ class RandomNets:
     """Weight of the cross-entropy of synthetic images."""
 
     def __init__(self, net: nn.Module) -> None:
-        self.net = net.requires_grad_(False)
+        self.net = speed_up_convolutions(copy_net(net)).requires_grad_(False)  # nets are reused as they are
 
     def draw(self) -> nn.Module:
         """The net of the next step."""
@@ -59,7 +60,7 @@ class PerturbedNets(RandomNets):
     def __init__(self, net: nn.Module, rho: float, stream: torch.Generator) -> None:
         super().__init__(net)
         self.rho, self.stream = rho, stream
-        self.center = [parameter.clone() for parameter in net.parameters()]
+        self.center = [parameter.clone() for parameter in self.net.parameters()]
 
     def draw(self) -> nn.Module:
         """The net of the next step."""
@@ -91,7 +92,7 @@ class TrainedNets(RandomNets):
         super().__init__(net)
         self.real, self.steps, self.lr, self.augment, self.stream = real, steps, lr, augment, stream
         self.ce_weight = ce_weight
-        self.queue = [copy_net(net) for _ in range(count)]
+        self.queue = [copy_net(self.net) for _ in range(count)]
         self.drawn = 0
 
     def draw(self) -> nn.Module:

@@ -61,7 +61,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -77,12 +77,13 @@ from fewer.learning import LocalOptimizer, sgd
 from fewer.learning.augment import apply_affine, cut_tiles, draw_affine, join_tiles
 from fewer.learning.generator import Generator, GeneratorOutput, build_generator, train_generator
 from fewer.learning.match import PerturbedNets, RandomNets, TrainedNets, match_statistics
+from fewer.learning.sgd import Loss, cross_entropy
 from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, SearchSpace, Server
 from fewer.methods.condensed import Knowledge, concatenate_images, draw_grids, snapshot
 from fewer.models import Task, Weights, all_finite, get_weights
 from fewer.models.split import find_head
 from fewer.registry import METHODS
-from fewer.runtime import Clients, Each, Unable, on_client, on_server
+from fewer.runtime import Answers, Clients, Each, Unable, on_client, on_server
 from fewer.runtime.streams import global_streams
 from fewer.wire import Codec, Shaped
 
@@ -222,32 +223,39 @@ class FedMK(Method[FedMKState]):
     def round(self, state: FedMKState, clients: Clients) -> FedMKState:
         """Lines 2 to 17: the cohort C condenses its data to D̂; the server trains W_G on D̂."""
         cohort = self.sample_cohort(clients)  # line 2
-        per_class = range(self.per_class + 1)
+        shared = self.draw_shared_knowledge(state, cohort, clients.stream("sharing"))
         answers = clients.ask(  # lines 4 to 13
-            cohort,
-            self.condense,
-            model=state.model,
-            shared=Each(self.draw_shared_knowledge(state, cohort, clients.stream("sharing"))),
-            returns={
-                "knowledge": {
-                    label: Shaped((per_class, *images.shape[1:]), max_value=MAX_PIXEL)
-                    for label, images in state.empty.items()
-                }
-            },
+            cohort, self.condense, model=state.model, shared=Each(shared), returns=self.answer_schema(state)
         )
+        model = self.server_start(state, answers)
         sent: dict[int, Knowledge] = {answer.client: answer["knowledge"] for answer in answers}
         new = {client: d_hat for client, d_hat in sent.items() if any(map(len, d_hat.values()))}
         if not new:
-            return state
+            return replace(state, model=model)
         knowledge = {**state.knowledge, **new}
         images, labels = concatenate_images((knowledge if self.keep_images == "latest" else new).values())
-        (result,) = clients.map_on_server(  # lines 14 to 17
-            self.train_global_model, [{}], model=state.model, generator=state.generator, images=images, labels=labels
+        result = self.train_server(  # lines 14 to 17
+            clients, answers, model=model, generator=state.generator, images=images, labels=labels
         )
         if not result["finite"]:
             self.warn(clients, "training on D̂ diverged, so the last model is kept; lower -o server_lr")
         image_history = {**state.image_history, **snapshot(clients.round, knowledge, new)}
         return FedMKState(result["model"], result["generator"], state.empty, knowledge, image_history)
+
+    def answer_schema(self, state: FedMKState) -> dict[str, Any]:
+        """The form of a valid answer: at most `per_class` images of each class."""
+        sizes = range(self.per_class + 1)
+        forms = {label: Shaped((sizes, *x.shape[1:]), max_value=MAX_PIXEL) for label, x in state.empty.items()}
+        return {"knowledge": forms}
+
+    def server_start(self, state: FedMKState, answers: Answers) -> Weights:
+        """The model that the server trains on D̂: W_G."""
+        return state.model
+
+    def train_server(self, clients: Clients, answers: Answers, **fields: Any) -> dict[str, Any]:
+        """The result of training the model on D̂."""
+        (result,) = clients.map_on_server(self.train_global_model, [{}], **fields)
+        return result
 
     def draw_shared_knowledge(
         self, state: FedMKState, cohort: list[int], stream: torch.Generator
@@ -422,10 +430,12 @@ class FedMK(Method[FedMKState]):
         *,
         steps: int,
         lr: float,
+        real_loss: Loss = cross_entropy,
     ) -> dict[str, Any]:
         """Updates w^G by Eq 10, then W_G by `steps` of Eq 11, on D̂ and on features from the generator (D̂^pseu).
 
-        If training diverges (too high a learning rate, or a malicious client), model and generator stay the same.
+        `real_loss` is the loss on D̂. If training diverges (too high a learning rate, or a malicious client), model and
+        generator stay the same.
         """
         images, labels = self.cut_into_tiles(images, labels)
         net, stream = server.net(model), server.stream("learning")
@@ -447,10 +457,10 @@ class FedMK(Method[FedMKState]):
             )
 
         def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            real_loss = F.cross_entropy(net(x), y)  # L(W_G, D̂), Eq 9
+            images_loss = real_loss(net, x, y)  # L(W_G, D̂), Eq 9
             if generator_net is None:
-                return real_loss
-            return real_loss + self.pseudo_weight * self.pseudo_loss(
+                return images_loss
+            return images_loss + self.pseudo_weight * self.pseudo_loss(
                 generator_net, head, class_weights, stream
             )  # Eq 11
 

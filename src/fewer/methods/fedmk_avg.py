@@ -1,48 +1,64 @@
-"""FedMK-Avg: condensed images in round 1, averaged models after it. Ours; no paper describes it.
+"""FedMK-Avg: condensed images and trained models in round 1, averaged models after it. Ours; no paper describes it.
 
-On MNIST, a model trained on the condensed images of all clients (FedMK) is ahead after one round, and averages of
-augmented local training are ahead later. This method combines the two. Whether it is better on other data is open:
+Averages of locally trained models need several rounds. Condensed images (D̂) are enough for a model after one, and the
+clients' models are its teachers. f_k is the model of client k, and n_kc is its number of samples of class c.
 
-- Rounds 1 to `condense_rounds` are rounds of FedMK (fedmk.py), with all of its options.
-- In every later round, a client trains the global model w on its own samples: w ← w − η_s ∇ℓ(w; b) in step s. Images
-  are augmented as FedMK's are, and η_s decays to 0 along a cosine. The server averages the models by size
-  (fedavg.py).
+- Rounds 1 to `condense_rounds`: a client condenses its samples (fedmk.py), and trains the global model on them. It
+  sends D̂, f_k and n_kc. The server averages the models by size. It then trains the mean on D̂, augmented and mixed in
+  pairs, with the targets (1 − λ) · label + λ · p(x), where p(x)_c ∝ Π_k softmax(f_k(x))_c ^ (n_kc / Σ_j n_jc). So a
+  client has no say on classes that it does not hold.
+- Every later round: a client trains the global model w, w ← w − η_s ∇ℓ(w; b) in step s. The server averages the models
+  by size (fedavg.py).
 
-Two options keep D̂ in use after round 1. Both are off by default:
+Local training:
 
+- Images are augmented as FedMK's are, η_s decays to 0 along a cosine, and gradients are clipped. Right after a round of
+  FedMK, one client that diverges is enough to spoil the mean; clipping prevents it.
+- `calibrate`: the loss is the cross-entropy of f(x)_c + log((n_kc + 1) / (n_k + C)), so that a model does not unlearn
+  classes that its client lacks. Menon et al.: Long-Tail Learning via Logit Adjustment, ICLR 2021; Zhang et al.:
+  Federated Learning with Label Distribution Skew via Logits Calibration, ICML 2022.
+
+Options that are off by default:
+
+- `train_first = false`: round 1 is FedMK's, without trained models.
 - `mixed_images`: every local batch also has images of D̂, against forgetting of classes that a client does not hold.
   The server draws `mixed_per_class` images of each class in each round, from the D̂ of all clients, and sends them.
 - `replay_steps`: after averaging, the server trains the mean on D̂, as in FedMK's rounds.
-
-A learning rate that suits FedAvg from a random model can be too high right after FedMK's round: one client that
-diverges is enough to spoil the mean, and the decay does not prevent it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
-from torch import Tensor
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer, draw_batches, sgd, task_loss
+from fewer.learning.aggregate import stack_models, unstack_models
 from fewer.learning.augment import apply_affine, draw_affine
-from fewer.methods import Client, SearchSpace, Server
-from fewer.methods.condensed import concatenate_images
-from fewer.methods.fedavg import average_by_size, train_models
+from fewer.learning.sgd import Loss
+from fewer.methods import MAX_SAMPLES, Client, SearchSpace, Server
+from fewer.methods.condensed import Knowledge, concatenate_images
+from fewer.methods.fedavg import average_by_size, model_schema, train_models
 from fewer.methods.fedmk import FedMK, FedMKState
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
-from fewer.runtime import Clients, on_client, on_server
+from fewer.runtime import Answers, Clients, on_client, on_server
+from fewer.wire import Shaped
+
+MIN_LOG = -8.0
+"""The least log probability that a teacher may give to a class."""
 
 
 @METHODS.register("fedmk-avg")
 class FedMKAvg(FedMK):
-    """FedMK in the first round. Later, clients train the global model on their data and the server averages."""
+    """Clients train and the server averages. In round 1, condensed images improve the mean; models are its teachers."""
 
     tunable: ClassVar[SearchSpace] = {"lr": (0.03, 0.1, 0.2, 0.3)}
 
@@ -50,14 +66,38 @@ class FedMKAvg(FedMK):
     """Noise that D̂ starts from: uniform in [−1, 1], or Gaussian with the mean and covariance of the class."""
     condense_rounds: PositiveInt = 1
     """Rounds of FedMK; after these, models are averaged."""
-    lr: PositiveFloat = 0.1
+    train_first: bool = True
+    """Whether clients train the global model in rounds of FedMK, too. The server then starts from the mean model."""
+    first_steps: PositiveInt = 1000
+    """Local steps in rounds of FedMK. Only with `train_first`."""
+    teacher_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Weight of the clients' models as teachers on D̂ (λ), next to its labels. Only with `train_first`."""
+    mix_pairs: bool = True
+    """Whether teachers see random mixtures of two images of D̂."""
+    matching_steps: NonNegativeInt = 30
+    """Steps that match class statistics under random nets, before the outer loop."""
+    server_steps: PositiveInt = 1000
+    """Server steps per round of FedMK."""
+    server_lr: PositiveFloat | None = 0.1
+    """Learning rate of the server; null means that of the inner loop."""
+    server_batch_size: Annotated[int, Field(ge=2)] = 64
+    """Images of D̂ per server step."""
+    pseudo_weight: NonNegativeFloat = 0.0
+    """Weight, and relative number, of generated features (β); 0 means no generator."""
+    lr: PositiveFloat = 0.2
     """Learning rate of local training (η)."""
     local_steps: PositiveInt = 400
-    """Local steps per round of averaging."""
+    """Local steps per round."""
     batch_size: PositiveInt = 32
     """Samples per local step."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """Learning rate over the local steps of a round: constant, or down to 0 along a cosine or a line."""
+    local_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of local training."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest norm of the gradient in local training; null means no limit."""
+    calibrate: bool = False
+    """Whether local training adds the log of the client's class frequencies to the scores."""
     augment_local: bool = True
     """Whether images in local training are randomly rotated, scaled and shifted."""
     mixed_images: NonNegativeInt = 0
@@ -105,24 +145,98 @@ class FedMKAvg(FedMK):
         by_class = [shuffled[labels[shuffled] == label][: self.mixed_per_class] for label in torch.unique(labels)]
         return torch.cat([labels.new_empty(0), *by_class])
 
+    # --- rounds of FedMK ---
+
+    def answer_schema(self, state: FedMKState) -> dict[str, Any]:
+        """The form of an answer; with `train_first`, it has a trained model and the samples per class, too."""
+        if not self.train_first:
+            return super().answer_schema(state)
+        counts = Shaped((len(state.empty),), torch.int64, MAX_SAMPLES)
+        return super().answer_schema(state) | model_schema(state.model) | {"counts": counts}
+
+    @on_client(exact=("model",))
+    def condense(self, client: Client, model: Weights, shared: Knowledge) -> dict[str, Any]:
+        """Condenses the client's samples; with `train_first`, also trains the global model on them."""
+        answer = super().condense(client, model=model, shared=shared)
+        if self.train_first:
+            counts = torch.bincount(client.train.labels, minlength=client.task.classes)
+            trained = self.fit_model(client, model, self.first_steps)
+            answer |= {"model": trained, "size": len(client.train), "counts": counts}
+        return answer
+
+    def server_start(self, state: FedMKState, answers: Answers) -> Weights:
+        """The model that the server trains on D̂: the mean of the clients' models if they trained any, or else W_G."""
+        return average_by_size(answers) if self.train_first else state.model
+
+    def train_server(self, clients: Clients, answers: Answers, **fields: Any) -> dict[str, Any]:
+        """Trains the model on D̂, with the clients' models as its teachers if they trained any."""
+        if not self.train_first or not self.teacher_weight:
+            return super().train_server(clients, answers, **fields)
+        members = stack_models([answer["model"] for answer in answers])
+        counts = torch.stack([answer["counts"] for answer in answers])
+        (result,) = clients.map_on_server(self.distill, [{}], **fields, members=members, counts=counts)
+        return result
+
+    @on_server(stream="learn")
+    def distill(
+        self,
+        server: Server,
+        model: Weights,
+        generator: Weights,
+        images: Tensor,
+        labels: Tensor,
+        members: Weights,
+        counts: Tensor,
+    ) -> dict[str, Any]:
+        """Trains the model on D̂, with soft targets (1 − λ) · label + λ · p(x)."""
+        teachers = [server.net(weights).eval() for weights in unstack_models(members)]
+        stream = server.stream("pairs")
+
+        def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            targets = F.one_hot(y, server.task.classes).to(x)
+            if self.mix_pairs:
+                x, targets = mix_pairs(x, targets, stream)
+            with torch.no_grad():
+                soft = mix_by_class([teacher(x) for teacher in teachers], counts)
+            return F.cross_entropy(net(x), torch.lerp(targets, soft, self.teacher_weight))
+
+        lr = self.server_lr or self.inner_lr
+        fields = {"images": images, "labels": labels, "steps": self.server_steps, "lr": lr}
+        return self.train_on_images(server, model, generator, **fields, real_loss=loss)
+
+    # --- later rounds ---
+
     @on_client(stream="train", exact=("model",))
     def local_train(self, client: Client, model: Weights, images: Tensor, labels: Tensor) -> dict[str, Any]:
         """Trains the global model on the client's samples, and on images of D̂ if it got any."""
-        net = client.net(model)
-        optimizer = LocalOptimizer(lr_schedule=self.lr_schedule)
-        batches = self.local_batches(client, images, labels)
-        sgd(net, batches, self.lr, loss=task_loss(client.task), optimizer=optimizer, steps=self.local_steps)
-        return {"model": get_weights(net), "size": len(client.train)}
+        trained = self.fit_model(client, model, self.local_steps, images, labels)
+        return {"model": trained, "size": len(client.train)}
 
-    def local_batches(self, client: Client, images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def fit_model(
+        self, client: Client, model: Weights, steps: int, images: Tensor | None = None, labels: Tensor | None = None
+    ) -> Weights:
+        """The model after this many steps of training."""
+        net = client.net(model)
+        optimizer = LocalOptimizer(momentum=self.local_momentum, lr_schedule=self.lr_schedule)
+        batches = self.local_batches(client, steps, images, labels)
+        loss = calibrated_loss(client) if self.calibrate else task_loss(client.task)
+        clip = None if self.clip_norm is None else partial(clip_gradients, self.clip_norm)
+        sgd(net, batches, self.lr, clip, loss, optimizer, steps)
+        return get_weights(net)
+
+    def local_batches(
+        self, client: Client, steps: int, images: Tensor | None, labels: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the batches of one round: real samples and `mixed_images` of D̂, each image with its own map."""
-        images, labels = self.cut_into_tiles(images, labels)
+        mixed = None
+        if images is not None and labels is not None and len(images):
+            mixed = self.cut_into_tiles(images, labels)
         moves, mixing = client.stream("moves"), client.stream("mixing")
-        indices = draw_batches(len(client.train), self.local_steps, self.batch_size, client.stream("batches"))
+        indices = draw_batches(len(client.train), steps, self.batch_size, client.stream("batches"))
         for x, y in client.train.batches(indices):
-            if len(images):
-                drawn = torch.randint(len(images), (self.mixed_images,), generator=mixing)
-                x, y = torch.cat([x, images[drawn]]), torch.cat([y, labels[drawn]])
+            if mixed:
+                drawn = torch.randint(len(mixed[0]), (self.mixed_images,), generator=mixing)
+                x, y = torch.cat([x, mixed[0][drawn]]), torch.cat([y, mixed[1][drawn]])
             yield apply_affine(x, draw_affine(len(x), moves)) if self.augment_local else x, y
 
     @on_server(stream="replay")
@@ -133,3 +247,37 @@ class FedMKAvg(FedMK):
         return self.train_on_images(
             server, model, generator, images, labels, steps=self.replay_steps, lr=self.replay_lr
         )
+
+
+def mix_by_class(logits: Sequence[Tensor], counts: Tensor) -> Tensor:
+    """p(x)_c ∝ Π_k softmax(f_k(x))_c ^ (n_kc / Σ_j n_jc); 0 for classes that no client holds.
+
+    A single client cannot rule out a class: no softmax counts as less than e^−8.
+    """
+    shares = counts.clamp_min(0) / counts.clamp_min(0).sum(0).clamp_min(1)  # clients × classes
+    opinions = torch.stack([scores.log_softmax(1).clamp_min(MIN_LOG) for scores in logits])
+    mixed = (shares[:, None] * opinions).sum(0)
+    return mixed.masked_fill(counts.sum(0) <= 0, -torch.inf).softmax(1)
+
+
+def mix_pairs(x: Tensor, targets: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+    """a · image + (1 − a) · another image of the batch, with a uniform in [0, 1] for each; targets alike."""
+    a = torch.rand(len(x), generator=stream).to(x)
+    partner = torch.randperm(len(x), generator=stream).to(x.device)
+    return (
+        torch.lerp(x[partner], x, a.view(-1, *[1] * (x.dim() - 1))),
+        torch.lerp(targets[partner], targets, a[:, None]),
+    )
+
+
+def clip_gradients(limit: float, parameters: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
+    """Scales the gradients in place, so that the norm of all together is at most `limit`."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    torch._foreach_mul_(gradients, (limit / norm.clamp_min(limit)))
+
+
+def calibrated_loss(client: Client) -> Loss:
+    """Cross-entropy of the scores plus log((n_c + 1) / (n + classes)), for n_c of the client's n samples in class c."""
+    counts = torch.bincount(client.train.labels, minlength=client.task.classes) + 1
+    shift = (counts / counts.sum()).log()
+    return lambda net, x, y: client.task.loss(net(x) + shift, y)

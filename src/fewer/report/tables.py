@@ -38,9 +38,10 @@ def plot_recipe(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, Figure]:
     histories: dict[str, Histories] = {
         column: {cell.row: cell.ours.curves for cell in cells if cell.column == column} for column in columns
     }
-    if recipe.figure in ("rounds", "megabytes"):
-        by: By = "round" if recipe.figure == "rounds" else "megabytes"
-        figures[recipe.figure] = plot_curves(recipe.title, histories, by, styles)
+    axes: dict[str, By] = {"rounds": "round", "megabytes": "megabytes"}
+    for kind, by in axes.items():
+        if kind in (recipe.figure or ""):
+            figures[kind] = plot_curves(recipe.title, histories, by, styles)
     if all(cell.ours.gflop for cell in cells):
         figures["gflop"] = plot_curves(recipe.title, histories, "gflop", styles)
     return {kind: figure for kind, figure in figures.items() if figure is not None}
