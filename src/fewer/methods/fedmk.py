@@ -240,7 +240,9 @@ class FedMK(Method[FedMKState]):
         if not new:
             return state
         knowledge = {**state.knowledge, **new}
-        images, labels = concatenate_images((knowledge if self.keep_images == "latest" else new).values())
+        images, labels = concatenate_images(
+            (knowledge if self.keep_images == "latest" else new).values(), clients.aggregation
+        )
         (result,) = clients.map_on_server(  # lines 14 to 17
             self.train_global_model, [{}], model=state.model, generator=state.generator, images=images, labels=labels
         )
