@@ -80,7 +80,7 @@ def reject_prototypes(prototypes: Sequence[Prototypes], aggregation: Aggregation
     """The prototypes of each client without the outliers of their classes."""
     means = torch.cat([part.means for part in prototypes])
     kept = reject_outliers(means, torch.cat([part.classes for part in prototypes]), aggregation)
-    masks = kept.split([len(part.classes) for part in prototypes])
+    masks = torch.split(kept, [len(part.classes) for part in prototypes])
     return [Prototypes(*(rows[mask] for rows in part)) for part, mask in zip(prototypes, masks, strict=True)]
 
 
