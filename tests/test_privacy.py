@@ -15,6 +15,8 @@ import fewer
 from fewer import privacy
 from fewer.errors import SettingError
 from fewer.learning.aggregate import add_share, private_mean
+from fewer.methods import ModelState
+from fewer.methods.fedavg import FedAvg, train_models
 from fewer.privacy import (
     PrivacyLedger,
     PrivacySettings,
@@ -24,7 +26,8 @@ from fewer.privacy import (
     compute_epsilon,
     round_up_rate,
 )
-from fewer.runtime.clients import PrivateSum
+from fewer.runtime import Clients
+from fewer.runtime.clients import PrivateSum, reveal
 from fewer.runtime.streams import stream
 from tests.helpers import run_contents
 
@@ -268,6 +271,36 @@ def test_a_run_with_a_target_epsilon_gets_no_more_rounds(tmp_path: Path, monkeyp
     fewer.run("fedavg", out=tmp_path / "run", **SETTINGS, dp="epsilon=8")
     with pytest.raises(SettingError, match="the noise was chosen for 2 rounds"):
         fewer.resume(tmp_path / "run", rounds=3)
+
+
+class Twice(FedAvg):
+    """Asks the same clients the same question twice in a round."""
+
+    def round(self, state: ModelState, clients: Clients) -> ModelState:
+        SENT.clear()
+        for _ in range(2):
+            answers = train_models(clients, [0, 1], self.local_train, state.model)
+            SENT.append([reveal(answer, "model")["head.weight"] for answer in answers])
+        return state
+
+
+SENT: list[list[torch.Tensor]] = []
+
+
+@pytest.mark.parametrize("dp", ["record:noise=1", "user:noise=1,distributed"])
+def test_two_questions_in_a_round_do_not_share_noise(dp: str) -> None:
+    """The difference of two answers with the same noise would have none."""
+    data = fewer.data.load("digits", clients=2, alpha=10.0)
+    fewer.run(Twice(rounds=1, local_steps=1, cohort=2, lr=1e-6), data, model="mlp", dp=dp)
+    for first, second in zip(*SENT, strict=True):
+        assert not torch.equal(first, second)
+
+
+def test_cohorts_that_depend_on_earlier_ones_have_no_discount() -> None:
+    """FedNCM asks each client once. Round 2 can draw only the clients that round 1 has left."""
+    result = fewer.run("fedncm", **SETTINGS, dp="user:noise=2")
+    expected = [compute_epsilon(((Release(3, 3, 2.0), rounds),), 1e-5) for rounds in (1, 2)]
+    assert [line["epsilon"] for line in result.history] == pytest.approx(expected)
 
 
 def test_settings_that_contradict_privacy_are_refused() -> None:

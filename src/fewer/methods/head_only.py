@@ -109,6 +109,7 @@ class HeadOnly(Method[HeadState]):
             return state
         count = len(waiting) if self.cohort is None else min(self.cohort, len(waiting))
         cohort = waiting if count == len(waiting) else clients.sample(count, among=waiting)
+        clients.forget_draw()  # who waits depends on earlier draws
         if clients.privacy and (self.class_sums == "joint" or (self.class_sums and clients.protects_records)):
             parts, new = self.ask_protected(clients, cohort, state.head)
         else:
