@@ -28,6 +28,7 @@ from fewer.methods.fedmk import FedMK
 from fewer.methods.fedmk_avg import FedMKAvg
 from fewer.runs.engine import run_experiment
 from fewer.runs.experiment import build_experiment, parse_settings
+from fewer.runs.result import Result
 from fewer.runtime.flops import count_flops
 from fewer.wire import decode, encode
 
@@ -281,10 +282,15 @@ def episode(directory: str | None) -> list[Measurement]:
 
 
 def machines(directory: str | None) -> list[Measurement]:
-    """What Flower (on loopback) adds to an inline round of FedAvg with three clients."""
+    """What Flower (on loopback) adds to an inline round of FedAvg with three clients, and what a secure sum adds."""
     from fewer.runs.machines import local_cluster  # needs Flower
 
     settings = {"method": "fedavg", "data": "digits", "clients": 3, "rounds": 12, "evaluate_every": 12}
+    secure_settings = {**settings, "runtime": "flower", "secure_sum": True, "rounds": 6, "evaluate_every": 6}
+
+    def bytes_per_round(run: Result) -> float:
+        """Returns the bytes of a round, up and down, without evaluations."""
+        return sum(entry.bytes for entry in run.ledger.entries if entry.is_training) / len(run.history)
 
     def round_times(seconds: Sequence[float]) -> list[float]:
         """Returns the times of all rounds except the first, and the last, which includes the final evaluation."""
@@ -297,10 +303,14 @@ def machines(directory: str | None) -> list[Measurement]:
             remote = server.start(
                 build_experiment(parse_settings({**settings, "runtime": "flower"})), Path(folder) / "flower"
             )
-        startup = time.perf_counter() - start - remote.seconds
+            startup = time.perf_counter() - start - remote.seconds
+            secure = server.start(build_experiment(parse_settings(secure_settings)), Path(folder) / "secure")
         last_event = json.loads((Path(folder) / "flower/events.jsonl").read_text().splitlines()[-1])
         lines = (Path(folder) / "flower/ledger.csv").read_text().splitlines()[1:]
-    over_flower, inline_times = (round_times([entry["seconds"] for entry in run.history]) for run in (remote, inline))
+    over_flower, inline_times, secure_times = (
+        round_times([entry["seconds"] for entry in run.history]) for run in (remote, inline, secure)
+    )
+    plain_bytes, secure_bytes = map(bytes_per_round, (remote, secure))
     sent = sum(int(line.rpartition(",")[2]) for line in lines)
     overhead_bytes = (last_event["packed_up"] + last_event["packed_down"] - sent) / len(lines)
     medians = median(over_flower), median(inline_times)
@@ -321,6 +331,18 @@ def machines(directory: str | None) -> list[Measurement]:
             overhead_bytes,
             "B",
             detail=f"({len(lines)} messages, {sent / len(lines):.0f} B each)",
+        ),
+        Measurement(
+            "a round with a secure sum − a round without",
+            median(secure_times) - median(over_flower),
+            "s",
+            detail=f"({median(secure_times):.3g} s / {medians[0]:.3g} s)",
+        ),
+        Measurement(
+            "bytes of a round with a secure sum / without",
+            secure_bytes / plain_bytes,
+            "x",
+            detail=f"({secure_bytes / 1000:.0f} kB / {plain_bytes / 1000:.0f} kB, up and down, three clients)",
         ),
     ]
 

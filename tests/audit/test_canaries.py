@@ -10,6 +10,7 @@ from torch import nn
 
 import fewer
 from fewer.audit.canaries import assign_runs, confidence_logits, draw_canaries, insert_canaries, lira_scores
+from fewer.audit.membership import membership
 from fewer.data import ArrayData
 from fewer.runtime import stream
 from tests.helpers import DIGITS, call
@@ -68,11 +69,21 @@ def test_likelihood_ratios_by_arithmetic() -> None:
     inside = torch.cat([inside, ~inside], 1)
     members, nonmembers = lira_scores(logits, inside)
     # Target 0. In: means 5 and 8, squares 0 + 2, degrees of freedom 0 + 1: σ² = 2. Out: means 1 and 1, σ² = 2, too.
-    expected_member = -((4 - 5) ** 2) / 4 + (4 - 1) ** 2 / 4
-    expected_nonmember = -((1 - 8) ** 2) / 4 + (1 - 1) ** 2 / 4
+    # The larger sides, {0, 2} and {7, 9}, give up their first run: their means for the target are 2 and 9.
+    expected_member = -((4 - 5) ** 2) / 4 + (4 - 2) ** 2 / 4
+    expected_nonmember = -((1 - 9) ** 2) / 4 + (1 - 1) ** 2 / 4
     assert members[0].item() == pytest.approx(expected_member)
     assert nonmembers[0].item() == pytest.approx(expected_nonmember)
     assert len(members) == len(nonmembers) == 4
+
+
+@pytest.mark.parametrize("runs", [4, 8])
+def test_models_that_know_nothing_are_not_found_out(runs: int) -> None:
+    """Logits that do not depend on membership: members and nonmembers score alike."""
+    generator = stream("nothing")
+    logits = torch.randn(runs, 8000 // runs, generator=generator, dtype=torch.float64)
+    attack = membership(*lira_scores(logits, assign_runs(8000 // runs, runs, generator)))
+    assert attack.auc == pytest.approx(0.5, abs=0.03) and attack.epsilon_bound == 0
 
 
 def test_canaries_are_found_in_a_model_that_memorizes(tmp_path: Path) -> None:

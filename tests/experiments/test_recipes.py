@@ -232,6 +232,16 @@ def test_a_slow_row_may_have_fewer_seeds(tmp_path: Path) -> None:
     assert "Rows with fewer seeds, because they are slow: FedProx, tuned 1." in page
 
 
+def test_a_slow_column_may_have_fewer_seeds(tmp_path: Path) -> None:
+    text = RECIPE.replace('name = "α = 5"\n', 'name = "α = 5"\nseeds = 1\n').replace("tune = true", "")
+    file = tmp_path / "small.toml"
+    file.write_text(text)
+    plan, cells = recipes.reproduce(str(file), tmp_path / "runs")
+    assert {cell.column: cell.ours.seeds for cell in cells} == {"α = 0.5": [0, 1], "α = 5": [0]}
+    page = recipes.render_markdown(plan, cells, "", False)
+    assert "Columns with fewer seeds, because they are slow: α = 5 1." in page and "Rows with" not in page
+
+
 def make_row(method: str, curves: list[list[float]], first: int = 1) -> Row:
     """A row of synthetic runs that send 3 MB up and 1 MB down per round."""
     last = [curve[-1] for curve in curves]

@@ -124,6 +124,28 @@ method = "fedmk"
 """
 
 
+def test_a_recipe_can_study_canaries(tmp_path: Path) -> None:
+    """FedAvg memorizes wrong labels. With noise it states an ε, and the attack proves less."""
+    text = RECIPE[: RECIPE.index("[quick]")].replace(
+        "matching_steps = 2, outer_steps = 1, server_steps = 2", "lr = 0.5"
+    )
+    text += '[study]\nname = "canaries"\nclients = 3\nshadows = 4\n[[column]]\nname = "digits"\nmodel = "mlp"\n'
+    text += '[[row]]\nname = "FedAvg"\nmethod = "fedavg"\nmethod_options = { local_steps = 150 }\n'
+    text += '[[row]]\nname = "DP"\nmethod = "fedavg"\nmethod_options = { local_steps = 2 }\n'
+    text += 'settings = { dp = "record:epsilon=2" }\n'
+    file = tmp_path / "small.toml"
+    file.write_text(text)
+    call("reproduce", file, "--results", tmp_path, "--out", tmp_path / "runs")
+    (data,) = tmp_path.rglob("small.json")
+    study = json.loads(data.read_text())["study"]
+    memorized, private = study["FedAvg, digits"], study["DP, digits"]
+    assert memorized["low"] > 0.6 and memorized["epsilon_bound"] > 0 and memorized["claimed"] is None
+    assert private["epsilon_bound"] < private["claimed"] <= 2 and private["delta"] == 1e-5
+    page = data.with_suffix(".md").read_text()
+    assert f"| {memorized['epsilon_bound']:.2f} | none |\n" in page and f"| {private['claimed']:.2f} |\n" in page
+    assert f"4 runs of each row have {memorized['members']:,} members" in page
+
+
 def test_a_recipe_can_study_leakage_or_earth_mover_distance(tmp_path: Path) -> None:
     file = tmp_path / "small.toml"
     file.write_text(RECIPE.replace('name = "S = 3"', 'name = "S = 3"\nseed = 1\ndata_seed = 0'))

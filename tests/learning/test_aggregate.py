@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fewer.learning import aggregate, weighted_mean
-from fewer.learning.aggregate import RULES, bound_updates, combine
+from fewer.learning.aggregate import RULES, bound_updates, combine, reject_outliers
 from fewer.learning.prototypes import Prototypes, merge_prototypes
+from fewer.methods.condensed import concatenate_images
 from fewer.models import SmallCNN, get_weights
 from fewer.runtime import Aggregation
 
@@ -132,3 +134,21 @@ def test_implausible_prototypes_are_bounded() -> None:
 
     merged = merge_prototypes([*[prototypes(1, 2)] * 4, prototypes(1e9, 10**9)])
     assert merged.counts.tolist() == [208] and merged.means.item() == pytest.approx((8 + 200 * 100) / 208)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_outliers_of_each_class_are_rejected(rule: Any) -> None:
+    """Of five rows of class 0, the ones at 9 and −8 are far from the others; of two rows of class 1, none is."""
+    rows = torch.tensor([[1.0], [9.0], [1.1], [-8.0], [0.9], [5.0], [-5.0]])
+    labels = torch.tensor([0, 0, 0, 0, 0, 1, 1])
+    kept = reject_outliers(rows, labels, Aggregation(rule, 0.4))
+    assert kept.tolist() == [True, False, True, False, True, True, True]
+    assert reject_outliers(rows, labels, Aggregation("mean", 0.4)).all()
+    assert int(reject_outliers(rows[:5], labels[:5], Aggregation(rule, 0.9)).sum()) == 3  # liars are a minority
+
+
+def test_images_of_a_class_are_rejected_by_client() -> None:
+    images = [{"0": torch.full((2, 1, 1, 1), value), "1": torch.empty(0, 1, 1, 1)} for value in (1.0, 1.1, 0.9, 7.0)]
+    kept, labels = concatenate_images(images, Aggregation("median", 0.25))
+    assert kept.flatten().tolist() == pytest.approx([1, 1, 1.1, 1.1, 0.9, 0.9]) and labels.tolist() == [0] * 6
+    assert len(concatenate_images(images)[0]) == 8

@@ -53,33 +53,37 @@ def without(index: int) -> tuple[Tensor, Tensor]:
 # --- class sums ---------------------------------------------------------------------------------------------------
 
 
-def test_blanking_out_one_record_changes_class_sums_by_at_most_sqrt_2_c() -> None:
+def test_blanking_out_one_record_changes_class_sums_by_at_most_the_sensitivity() -> None:
     everything = clipped_class_sums(Samples(X, Y), lambda x: x, 3, CLIP)
     changes = [everything - clipped_class_sums(Samples(*without(i)), lambda x: x, 3, CLIP) for i in range(len(X))]
-    assert max(float(change.norm()) for change in changes) == pytest.approx(math.sqrt(2) * CLIP)
+    assert max(float(change.norm()) for change in changes) == pytest.approx(math.sqrt(17 / 16) * CLIP)
 
 
 def test_class_sums_by_hand() -> None:
     """Class 0: (3, 4) clipped to 0.7 · (0.6, 0.8), and (10⁶, −10⁶) to 0.7 · (1, −1) / √2; two samples."""
     sums = clipped_class_sums(Samples(X, Y), lambda x: x, 3, CLIP)
     half = 0.7 / math.sqrt(2)
-    assert sums[0].tolist() == pytest.approx([0.42 + half, 0.56 - half, 2 * CLIP])
+    assert sums[0].tolist() == pytest.approx([0.42 + half, 0.56 - half, 2 * CLIP / 4])
     fifth = 0.7 / math.sqrt(5)
-    assert sums[1].tolist() == pytest.approx([0.1 - 2 * fifth, 0.2 + fifth, 2 * CLIP])  # (0.1, 0.2) is not clipped
-    assert sums[2].tolist() == pytest.approx([0, 0, CLIP])
+    assert sums[1].tolist() == pytest.approx([0.1 - 2 * fifth, 0.2 + fifth, 2 * CLIP / 4])  # (0.1, 0.2) is not clipped
+    assert sums[2].tolist() == pytest.approx([0, 0, CLIP / 4])
 
 
 def test_an_input_that_is_not_finite_adds_nothing_but_its_count() -> None:
     sums = clipped_class_sums(Samples(X[:1], Y[:1]), lambda x: x * torch.inf, 1, CLIP)
-    assert sums[0].tolist() == pytest.approx([0, 0, CLIP])
+    assert sums[0].tolist() == pytest.approx([0, 0, CLIP / 4])
 
 
 @pytest.mark.parametrize(("distributed", "share"), [(False, 1.0), (True, 0.5)])
 def test_the_noise_of_class_sums_has_its_standard_deviation(distributed: bool, share: float) -> None:
     samples = ProtectedSamples(Samples(X, Y), guard(1.5, distributed=distributed, asked=4))
     released = samples.release_class_sums(lambda x: torch.zeros(len(x), 20_000), 3)
-    assert float(released.sums.std()) == pytest.approx(share * 1.5 * math.sqrt(2) * CLIP, rel=0.02)
-    assert released.deviation == pytest.approx(share * 1.5 * math.sqrt(2))
+    deviation = share * 1.5 * math.sqrt(17 / 16)
+    assert float(released.sums.std()) == pytest.approx(deviation * CLIP, rel=0.02)
+    assert released.deviation == pytest.approx(4 * deviation)
+    many = samples.release_class_sums(lambda x: torch.zeros(len(x), 1), 20_000)
+    assert float(many.counts.std()) == pytest.approx(4 * deviation, rel=0.02)
+    assert float(many.counts[:3].sum()) == pytest.approx(5, abs=4 * math.sqrt(3) * many.deviation)
     again = samples.release_class_sums(lambda x: torch.zeros(len(x), 20_000), 3)
     assert not torch.equal(released.sums, again.sums)  # no two releases share noise
 
@@ -230,9 +234,9 @@ def test_prototypes_are_covered(dp: str) -> None:
 
 
 def test_one_release_costs_what_its_noise_says() -> None:
-    """One Gaussian release with z = 1 costs 4.73 at δ = 1e-5, for every client."""
+    """One Gaussian release with z = 1 costs 4.38 at δ = 1e-5, for every client."""
     result = fewer.run("fedcof", **{**SETTINGS, "rounds": 1}, dp="record:noise=1")
-    assert result.history[-1]["epsilon"] == pytest.approx(4.73, abs=0.05)
+    assert result.history[-1]["epsilon"] == pytest.approx(4.38, abs=0.01)
 
 
 def test_fedproto_pays_for_its_gradients_and_its_prototypes() -> None:

@@ -11,11 +11,13 @@ import torch
 import fewer
 from fewer.data import Samples
 from fewer.errors import SettingError
-from fewer.learning.protect import clipped_class_sums
+from fewer.learning.protect import COUNT_WEIGHT, SENSITIVITY, clipped_class_sums
 from fewer.methods.dp_fedmk import DPFedMK, matching_loss, moments
 from fewer.runs.experiment import build_experiment, parse_settings
 
 SMALL: dict[str, Any] = {"per_class": 2, "nets": 3, "matching_steps": 5, "server_steps": 10}
+NOISE = SENSITIVITY / COUNT_WEIGHT
+"""The standard deviation of the noise of a count with z = 1."""
 SETTINGS: dict[str, Any] = {"data": "digits", "clients": 4, "seed": 1, "method_options": SMALL}
 
 
@@ -34,7 +36,7 @@ def test_the_loss_compares_class_means() -> None:
 
 
 @pytest.mark.parametrize("width", [1024, 8])
-def test_blanking_out_one_record_changes_the_statistics_by_sqrt_2(width: int) -> None:
+def test_blanking_out_one_record_changes_the_statistics_by_the_sensitivity(width: int) -> None:
     experiment = build_experiment(parse_settings({**SETTINGS, "method": "dp-fedmk"}))
     encoders = DPFedMK(**{**SMALL, "width": width}).build_encoders(experiment.task, 7)
     x, y = experiment.data.client(0).train.slice(0, 6)
@@ -47,7 +49,7 @@ def test_blanking_out_one_record_changes_the_statistics_by_sqrt_2(width: int) ->
 
     everything = statistics(torch.arange(8))
     changes = [everything - statistics(torch.arange(8) != index) for index in range(8)]
-    assert max(float(change.norm()) for change in changes) == pytest.approx(math.sqrt(2), rel=1e-4)
+    assert max(float(change.norm()) for change in changes) == pytest.approx(SENSITIVITY, rel=1e-4)
 
 
 def test_exact_sums_have_all_samples() -> None:
@@ -58,20 +60,20 @@ def test_exact_sums_have_all_samples() -> None:
 
 
 def test_images_steps_and_rounds_cost_nothing() -> None:
-    """One Gaussian release with z = 1 costs 4.73 at δ = 1e-5."""
+    """One Gaussian release with z = 1 costs 4.38 at δ = 1e-5."""
     few = fewer.run("dp-fedmk", **SETTINGS, dp="record:noise=1")
     settings = {**SETTINGS, "method_options": {**SMALL, "per_class": 4, "matching_steps": 10}, "rounds": 3, "cohort": 2}
     more: Any = fewer.run("dp-fedmk", **settings, dp="record:noise=1")
-    assert few.history[-1]["epsilon"] == more.history[-1]["epsilon"] == pytest.approx(4.73, abs=0.05)
+    assert few.history[-1]["epsilon"] == more.history[-1]["epsilon"] == pytest.approx(4.38, abs=0.01)
     assert more.state.answered == [0, 1, 2, 3]
-    assert more.state.deviation == pytest.approx(math.sqrt(2) * math.sqrt(4))  # each of four clients adds √2 z
+    assert more.state.deviation == pytest.approx(2 * NOISE)  # each of four clients adds its noise
 
 
 def test_shared_noise_is_that_of_one_client() -> None:
     result: Any = fewer.run("dp-fedmk", **SETTINGS, dp="record:noise=1,distributed")
-    assert result.state.deviation == pytest.approx(math.sqrt(2))
+    assert result.state.deviation == pytest.approx(NOISE)
     absent: Any = fewer.run("dp-fedmk", **SETTINGS, dp="record:noise=1,distributed", drop=0.5)
-    assert len(absent.state.answered) < 4 and absent.state.deviation == pytest.approx(math.sqrt(2))
+    assert len(absent.state.answered) < 4 and absent.state.deviation == pytest.approx(NOISE)
 
 
 def test_user_level_is_refused() -> None:

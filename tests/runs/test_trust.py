@@ -24,6 +24,7 @@ DOES_NOT_AVERAGE = {
     *("local", "local-maml", "local-proto", "metafed"),
     *("centralized", "co-boosting", "dense", "fed3r", "fedavg-head", "fedcof", "feddm", "fedncm", "fedpft", "fusefl"),
 }
+REJECTS_OUTLIERS = {"dp-fedmk", "fedmk", "fedmk-paper", "fedproto", "fedcof", "feddm", "fedncm"}
 
 
 def test_a_robust_rule_bears_lies_that_ruin_the_mean() -> None:
@@ -71,8 +72,35 @@ def test_a_liar_of_a_ring_passes_on_a_lie(tmp_path: Path) -> None:
 
 def test_a_method_that_averages_nothing_refuses_a_rule() -> None:
     assert {name for name in names() if not find(name).averages()} == DOES_NOT_AVERAGE
-    with pytest.raises(SettingError, match=r"aggregate = median, but fedmk averages nothing .*allowed: apfl"):
-        build_experiment(parse_settings({**SETTINGS, "method": "fedmk", "aggregate": "median"}))
+    assert {name for name in DOES_NOT_AVERAGE if find(name).takes_rules()} == REJECTS_OUTLIERS
+    with pytest.raises(SettingError, match=r"aggregate = median, but fed3r averages nothing .*allowed: apfl"):
+        build_experiment(parse_settings({**SETTINGS, "method": "fed3r", "aggregate": "median"}))
+
+
+CONDENSE = {"matching_steps": 20, "per_class": 5, "server_steps": 200, "min_samples": 3}
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "options", "dp"),
+    [
+        ("fedncm", "cnn", {}, None),
+        ("fedncm", "cnn", {}, "record:epsilon=1000"),
+        ("fedproto", "cnn", {"local_steps": 5}, None),
+        ("fedmk", "cnn", CONDENSE, None),
+    ],
+)
+def test_outliers_among_prototypes_and_images_are_rejected(
+    method: str, model: str, options: dict[str, Any], dp: str | None
+) -> None:
+    settings = {**SETTINGS, "model": model, "rounds": 1, "method_options": options, "dp": dp}
+    lie = {"lie": "label-flip:0.3", "liars": 0.3}
+    fooled, robust = (fewer.run(method, **settings, **lie, aggregate=rule) for rule in ("mean", "multi-krum"))
+    assert robust.accuracy > fooled.accuracy + 0.03
+
+
+def test_a_rule_cannot_look_at_sums_whose_noise_is_shared() -> None:
+    with pytest.raises(SettingError, match="distributed noise needs aggregate = mean"):
+        fewer.run("fedncm", **SETTINGS, dp="record:noise=1,distributed", aggregate="median")
 
 
 def test_flipped_labels_need_classes() -> None:

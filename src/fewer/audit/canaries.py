@@ -10,6 +10,8 @@ are its shadow models. So R runs with C canaries give R · C / 2 members, and eq
 Departures:
 
 - R is small, so the variance of LiRA's Gaussians is pooled over all canaries, as the authors do for few models.
+- Without the target, one side has one run more than the other. Its mean is from one run less, so that the numbers of
+  runs say nothing about the target.
 - Targets are not the run itself but runs with its settings, each with its own seed: the test is one of the algorithm.
 """
 
@@ -108,23 +110,27 @@ def lira_scores(logits: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
     """Likelihood ratios log N(φ; μ_in, σ_in²) − log N(φ; μ_out, σ_out²) of members and of nonmembers.
 
     `logits` and `inside` are runs × canaries. For each target run, the Gaussians come from all other runs: a mean for
-    each canary, and one variance for all canaries.
+    each canary, from equally many runs inside and outside, and one variance for all canaries.
     """
     ratios = torch.empty_like(logits)
     for target in range(len(logits)):
         others = torch.arange(len(logits)) != target
+        opposite = inside[others] != inside[target]  # the side with one run more
+        spare = torch.zeros_like(opposite).scatter(0, opposite.int().argmax(0, keepdim=True), True)
         density = [
-            _log_density(logits[target], logits[others], inside[others] if side else ~inside[others])
-            for side in (True, False)
+            _log_density(logits[target], logits[others], chosen, chosen & ~spare)
+            for chosen in (inside[others], ~inside[others])
         ]
         ratios[target] = density[0] - density[1]
     return ratios[inside], ratios[~inside]
 
 
-def _log_density(values: Tensor, samples: Tensor, chosen: Tensor) -> Tensor:
-    """log N(value; μ, σ²) of each column, without constants, by the chosen samples of that column."""
-    counts = chosen.sum(0)
-    means = samples.where(chosen, 0.0).sum(0) / counts
-    squares = (samples - means).square().where(chosen, 0.0).sum()
-    variance = (squares / (counts - 1).sum().clamp(min=1)).clamp(min=1e-12)
-    return -(values - means).square() / (2 * variance) - variance.log() / 2
+def _log_density(values: Tensor, samples: Tensor, chosen: Tensor, for_mean: Tensor) -> Tensor:
+    """log N(value; μ, σ²) of each column, without constants: σ² by the chosen samples, μ by those `for_mean`."""
+
+    def mean(mask: Tensor) -> Tensor:
+        return samples.where(mask, 0.0).sum(0) / mask.sum(0)
+
+    squares = (samples - mean(chosen)).square().where(chosen, 0.0).sum()
+    variance = (squares / (chosen.sum(0) - 1).sum().clamp(min=1)).clamp(min=1e-12)
+    return -(values - mean(for_mean)).square() / (2 * variance) - variance.log() / 2

@@ -65,6 +65,8 @@ class RecipeColumn(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     name: str
+    seeds: PositiveInt | None = None
+    """Seeds of this column, if it is too slow for those of the recipe."""
     quick: dict[str, Any] = {}
     """Settings that `--quick` changes in this column."""
 
@@ -192,7 +194,7 @@ def reproduce(
                 continue
             if not row.runs_in(column.name):
                 continue
-            runner.seeds = min(row.seeds or recipe.seeds, recipe.seeds)
+            runner.seeds = min(count for count in (row.seeds, column.seeds, recipe.seeds) if count)
             ours = runner.run(parse_settings({**settings, **(changes or {})}), slugify(row.name), row.tune)
             cells.append(Cell(row.name, column.name, ours, _paper_value(row, index)))
     if recipe.target is not None:
@@ -509,10 +511,16 @@ def _render_rounds(recipe: Recipe, cells: list[Cell]) -> list[str]:
 
 
 def _render_fewer_seeds(by_row: Mapping[str, list[Cell]]) -> list[str]:
-    """Says which rows have fewer seeds than the others."""
-    counts = {row: len(cells[0].ours.seeds) for row, cells in by_row.items()}
-    fewer_seeds = [f"{row} {count}" for row, count in counts.items() if count < max(counts.values())]
-    return ["", f"Rows with fewer seeds, because they are slow: {', '.join(fewer_seeds)}."] if fewer_seeds else []
+    """Says which rows, or which columns, have fewer seeds than the others."""
+    cells = [cell for row in by_row.values() for cell in row]
+    most = max(len(cell.ours.seeds) for cell in cells)
+    lines = []
+    for kind, name in (("Rows", lambda cell: cell.row), ("Columns", lambda cell: cell.column)):
+        groups = {key: [len(cell.ours.seeds) for cell in cells if name(cell) == key] for key in map(name, cells)}
+        fewer_seeds = [f"{key} {max(counts)}" for key, counts in groups.items() if max(counts) < most]
+        if fewer_seeds:
+            lines += ["", f"{kind} with fewer seeds, because they are slow: {', '.join(fewer_seeds)}."]
+    return lines
 
 
 def _render_unseen_clients(by_row: Mapping[str, list[Cell]], columns: Sequence[str]) -> list[str]:

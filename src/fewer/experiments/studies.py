@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from fewer.audit import AttackImages, audit
 from fewer.audit.attacks import COPY_RATIO, measure_copies
+from fewer.audit.canaries import attack_canaries
 from fewer.audit.distance import earth_mover, value_range
+from fewer.audit.membership import DELTA, membership
 from fewer.audit.summary import HEADS, LIMITS, MEANING, summary_rows
 from fewer.data import ArrayData
 from fewer.errors import SettingError, unknown_name, unknown_option
@@ -25,6 +27,7 @@ from fewer.learning.prototypes import prototype_logits
 from fewer.methods.capabilities import Embedding, HasEmbeddings, HasSyntheticData
 from fewer.methods.registry import names_with
 from fewer.runs.experiment import load_data
+from fewer.runs.reader import RunReader
 from fewer.runs.result import Result, open_run
 from fewer.runtime.streams import one_thread, stream
 from fewer.statistics import format_interval, interval
@@ -32,6 +35,14 @@ from fewer.statistics import format_interval, interval
 EMBEDDING_CAPTION = (
     "t-SNE of a member's embedding after its local training in the last round. Diamonds: its own samples; circles: "
     "samples of the other members; stars: global prototypes; colors: classes."
+)
+
+
+CANARY_MEANING = (
+    "A canary is a training sample with a wrong label; half of the runs train on it, drawn at random. Each run is "
+    "attacked with the others as shadow models (LiRA). Found: the members that score above all but 1 %, or 0.1 %, of "
+    "the nonmembers. ε is at least: what the attack proves, with 95 % confidence if canaries are independent. 0 proves "
+    "nothing. A bound above the claimed ε would break the guarantee."
 )
 
 
@@ -131,6 +142,27 @@ def copies(cells: Sequence[CellRuns], clients: int = 10) -> Study:
     ratio = "distance to the nearest real image of the client and class, divided by the typical distance between those"
     lines += ["", f"Ratio: {ratio}. A near-copy is below {COPY_RATIO:g}. Rows that are not listed send no images."]
     return Study(lines, metrics)
+
+
+def canaries(cells: Sequence[CellRuns], clients: int = 20, shadows: int = 16) -> Study:
+    """Trains the first run of each cell again, `shadows` times, with mislabeled canaries, and attacks these runs."""
+    lines, metrics = ["", "## Mislabeled canaries", ""], {}
+    lines.append("| | AUC | found at 1 % FPR | found at 0.1 % FPR | ε is at least | ε claimed |")
+    lines.append("|---|---|---|---|---|---|")
+    for row, column, paths in cells:
+        result = open_run(paths[0])
+        delta = result.metrics.get("delta", DELTA)
+        scores = attack_canaries(result, RunReader(paths[0]).participants[:clients], shadows)
+        attack, claimed = membership(*scores, delta), result.metrics.get("epsilon")
+        metrics[f"{row}, {column}"] = {**asdict(attack), "claimed": claimed, "delta": delta}
+        found = [attack.true_positive_rate, attack.strict_true_positive_rate]
+        rates = ["–" if rate is None else f"{100 * rate:.1f} %" for rate in found]
+        auc = f"{attack.auc:.3f} ({attack.low:.3f} … {attack.high:.3f})"
+        promise = "none" if claimed is None else f"{claimed:.2f}"
+        label = row if len({cell.column for cell in cells}) == 1 else f"{row}, {column}"
+        lines.append(f"| {label} | {auc} | {' | '.join(rates)} | {attack.epsilon_bound:.2f} | {promise} |")
+    counts = f"{attack.members:,} members and {attack.nonmembers:,} nonmembers"
+    return Study([*lines, "", f"{shadows} runs of each row have {counts} in all. {CANARY_MEANING}"], metrics)
 
 
 def emd(cells: Sequence[CellRuns], paper: Sequence[float] = ()) -> Study:
@@ -269,7 +301,7 @@ def _project(embedding: Embedding, max_samples: int) -> Cloud:
 
 
 STUDIES: dict[str, Callable[..., Study]] = {
-    study.__name__: study for study in (leakage, copies, emd, unused, embedding)
+    study.__name__: study for study in (leakage, copies, canaries, emd, unused, embedding)
 }
 COLUMN_STUDIES = {"emd", "embedding"}
 """Studies that need all columns of a table."""

@@ -10,6 +10,8 @@
 - `norm-bound`: Sun, Kairouz, Suresh, McMahan: Can You Really Backdoor Federated Learning?, 2019.
 - `centered-clip`: Karimireddy, He, Jaggi: Learning from History for Byzantine Robust Optimization, ICML 2021.
 
+Prototypes and condensed images are no changes of one model. There, a rule finds outliers instead (`reject_outliers`).
+
 Departures:
 
 - The bounds of `norm-bound` and `centered-clip` are the cohort's median norm and median distance, not constants.
@@ -66,7 +68,7 @@ def combine(
     if not names:
         return combined
     changes = torch.stack([flat_change(update, start, names) for update in updates])
-    result, position = RULES[aggregation.rule](changes, math.ceil(aggregation.liars * len(updates) - 1e-9)), 0
+    result, position = RULES[aggregation.rule](changes, count_liars(aggregation, len(updates))), 0
     for name in names:
         tensor = combined[name]
         change = result[position : position + tensor.numel()].view(tensor.shape)
@@ -302,6 +304,28 @@ RULES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "norm-bound": norm_bound,
     "centered-clip": centered_clip,
 }
+
+
+def reject_outliers(rows: Tensor, labels: Tensor, aggregation: Aggregation) -> Tensor:
+    """True for each row to keep: of n rows of a class, all but the f most distant from what the rule combines them to.
+
+    f is the share of clients that may lie, of n, and less than half of n. With the mean, all rows are kept.
+    """
+    kept = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    if aggregation.rule == "mean":
+        return kept
+    for label in torch.unique(labels).tolist():
+        (positions,) = torch.nonzero(labels == label, as_tuple=True)
+        members = rows[positions].double()
+        liars = min(count_liars(aggregation, len(members)), (len(members) - 1) // 2)
+        distances = (members - RULES[aggregation.rule](members, liars)).norm(dim=1)
+        kept[positions[distances.argsort(descending=True, stable=True)[:liars]]] = False
+    return kept
+
+
+def count_liars(aggregation: Aggregation, clients: int) -> int:
+    """f: how many of the clients may lie."""
+    return math.ceil(aggregation.liars * clients - 1e-9)
 
 
 def stack_models(models: Sequence[Mapping[str, Tensor]]) -> Weights:

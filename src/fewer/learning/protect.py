@@ -10,9 +10,10 @@ NotCovered, so that no method needs to declare whether it is covered.
 
 - Class sums (`release_class_sums`): the sum of vectors vᵢ by class, and the number of samples by class,
 
-      Σ onehot(yᵢ) ⊗ (clip(vᵢ, C), C) + z · √2 C · ξ
+      Σ onehot(yᵢ) ⊗ (clip(vᵢ, C), C / 4) + z · S C · ξ        with S = √(1 + 1/16)
 
-  A record changes one row by at most (C, C), which has length √2 C. The last column, divided by C, has the counts.
+  A record changes one row by at most (C, C / 4), which has length S C. The last column, divided by C / 4, has the
+  counts. They are large compared with their noise, so most of the guarantee is spent on the vectors.
 
 z is the noise multiplier, C the clipping norm.
 """
@@ -34,6 +35,10 @@ from fewer.privacy import NotCovered, PrivacySettings, Protection
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 CHUNK = 256
 """Samples whose gradients or vectors are computed at once."""
+COUNT_WEIGHT = 0.25
+"""What a record adds to the count of its class, relative to C."""
+SENSITIVITY = math.hypot(1, COUNT_WEIGHT)
+"""S: how much a record changes class sums and counts together, relative to C."""
 
 
 class ClassSums(NamedTuple):
@@ -44,7 +49,7 @@ class ClassSums(NamedTuple):
     counts: Tensor
     """Noisy numbers of samples by class."""
     deviation: float
-    """The standard deviation of the noise of a count. That of a sum is C times as large."""
+    """The standard deviation of the noise of a count. That of a sum is `COUNT_WEIGHT` · C times as large."""
 
 
 @dataclass
@@ -104,9 +109,9 @@ class ProtectedSamples:
         noise, generator = guard.open_release(1.0, 1)
         exact = clipped_class_sums(self._samples, encode, classes, clip)
         share = 1 / math.sqrt(guard.asked) if guard.settings.distributed else 1.0
-        deviation = share * noise * math.sqrt(2)
-        noisy = add_noise(exact, deviation * clip, generator)
-        return ClassSums(noisy[:, :-1].float(), (noisy[:, -1] / clip).float(), deviation)
+        noisy = add_noise(exact, share * noise * SENSITIVITY * clip, generator)
+        counts = noisy[:, -1] / (COUNT_WEIGHT * clip)
+        return ClassSums(noisy[:, :-1].float(), counts.float(), share * noise * SENSITIVITY / COUNT_WEIGHT)
 
 
 class ProtectedBatches:
@@ -138,11 +143,11 @@ class ProtectedBatches:
 
 
 def clipped_class_sums(samples: Samples, encode: Callable[[Tensor], Tensor], classes: int, clip: float) -> Tensor:
-    """Σ onehot(yᵢ) ⊗ (clip(vᵢ, C), C), in float64 (classes × (width + 1))."""
+    """Σ onehot(yᵢ) ⊗ (clip(vᵢ, C), `COUNT_WEIGHT` · C), in float64 (classes × (width + 1))."""
     total = torch.zeros(0)
     for x, y in samples.chunks(CHUNK):
         vectors = clip_rows(encode(x).double(), clip)
-        rows = torch.cat([vectors, torch.full_like(vectors[:, :1], clip)], dim=1)
+        rows = torch.cat([vectors, torch.full_like(vectors[:, :1], COUNT_WEIGHT * clip)], dim=1)
         if not len(total):
             total = rows.new_zeros(classes, rows.shape[1])
         total.index_add_(0, y, rows)

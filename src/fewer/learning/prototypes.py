@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewer.learning.aggregate import MAX_NORM_RATIO, MAX_SIZE_RATIO, MIN_COHORT
+from fewer.learning.aggregate import MAX_NORM_RATIO, MAX_SIZE_RATIO, MIN_COHORT, reject_outliers
+from fewer.runtime import Aggregation
 
 
 class Prototypes(NamedTuple):
@@ -54,11 +55,15 @@ def distance_loss(features: Tensor, labels: Tensor, classes: Tensor, means: Tens
     return F.cross_entropy(logits, positions[known], reduction="sum") / len(labels)
 
 
-def merge_prototypes(prototypes: Sequence[Prototypes]) -> Prototypes:
+def merge_prototypes(
+    prototypes: Sequence[Prototypes],
+    aggregation: Aggregation = Aggregation(),  # noqa: B008
+) -> Prototypes:
     """The mean prototype of each class, weighted by number of samples; summed in float64 in the given order.
 
-    Implausible prototypes and numbers are bounded, as in `bound_updates`.
+    Implausible prototypes and numbers are bounded, as in `bound_updates`. A robust rule first rejects outliers.
     """
+    prototypes = reject_prototypes(prototypes, aggregation)
     labels = torch.cat([part.classes for part in prototypes])
     classes, positions = torch.unique(labels, return_inverse=True)
     counts = torch.cat([part.counts for part in prototypes])
@@ -69,6 +74,14 @@ def merge_prototypes(prototypes: Sequence[Prototypes]) -> Prototypes:
     sums = torch.zeros(len(classes), means.shape[1], dtype=torch.float64, device=means.device)
     sums.index_add_(0, positions, means.double() * counts[:, None])
     return Prototypes(classes, (sums / totals[:, None]).to(means.dtype), totals)
+
+
+def reject_prototypes(prototypes: Sequence[Prototypes], aggregation: Aggregation) -> list[Prototypes]:
+    """The prototypes of each client without the outliers of their classes."""
+    means = torch.cat([part.means for part in prototypes])
+    kept = reject_outliers(means, torch.cat([part.classes for part in prototypes]), aggregation)
+    masks = torch.split(kept, [len(part.classes) for part in prototypes])
+    return [Prototypes(*(rows[mask] for rows in part)) for part, mask in zip(prototypes, masks, strict=True)]
 
 
 def bound_rows(rows: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from fewer.learning.aggregate import reject_outliers
 from fewer.methods.capabilities import ImageGrid
+from fewer.runtime import Aggregation
 
 Knowledge = dict[str, Tensor]
 """D̂ of one client: the images of each class, by class number. A class that it does not send has no images."""
@@ -15,9 +17,20 @@ MAX_SHOWN = 10
 """The most clients, or rounds, in an image grid."""
 
 
-def concatenate_images(knowledge: Iterable[Knowledge]) -> tuple[Tensor, Tensor]:
-    """All images of several D̂, and their labels."""
+def concatenate_images(
+    knowledge: Iterable[Knowledge],
+    aggregation: Aggregation = Aggregation(),  # noqa: B008
+) -> tuple[Tensor, Tensor]:
+    """All images of several D̂, and their labels.
+
+    A robust rule rejects clients' images of a class whose mean image is an outlier among all clients.
+    """
     classes = [(images, int(label)) for d_hat in knowledge for label, images in d_hat.items()]
+    if aggregation.rule != "mean":
+        classes = [(images, label) for images, label in classes if len(images)]
+        mean_images = torch.stack([images.mean(0).flatten() for images, _ in classes])
+        kept = reject_outliers(mean_images, torch.tensor([label for _, label in classes]), aggregation)
+        classes = [part for part, keep in zip(classes, kept.tolist(), strict=True) if keep]
     labels = [torch.full((len(images),), label) for images, label in classes]
     return torch.cat([images for images, _ in classes]), torch.cat(labels)
 

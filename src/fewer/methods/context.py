@@ -158,12 +158,16 @@ class Client(Context):
 
     # Differential privacy.
 
-    def protect(self, handler: str, asked: int) -> None:
-        """Protects the answer of this handler, which `asked` clients give. Raises Unable if the budget is spent."""
+    def protect(self, handler: str, asked: int, repeat: int = 0) -> None:
+        """Protects the answer of this handler, which `asked` clients give. Raises Unable if the budget is spent.
+
+        `repeat` is how often the handler was asked before in this round: no two answers share noise.
+        """
         assert self.protection is not None
         if self.protection.noise is None and (self.store.get(ANSWERS_SO_FAR) or 0) >= self.protection.uses:
             raise Unable("its privacy budget is spent")
-        self._guard = RecordGuard(self.protection, self.stream, handler, asked)
+        again = f" {repeat}" if repeat else ""
+        self._guard = RecordGuard(self.protection, lambda purpose: self.stream(purpose + again), handler, asked)
 
     @property
     def protects_records(self) -> bool:
@@ -185,7 +189,7 @@ class Client(Context):
         noisy = dict(answer)
         for name, value in answer.items():
             if isinstance(value, dict) and value:
-                generator = self.stream(f"privacy {self._guard.handler} {name}")
+                generator = self._guard.stream(f"privacy {self._guard.handler} {name}")
                 noise = (self.protection.noise or 0.0) / self._guard.asked**0.5
                 noisy[name] = add_share(value, sent.get(name), self._guard.settings.clip, noise, generator)
         return noisy

@@ -78,7 +78,7 @@ class DPFedMK(Method[DPFedMKState]):
     """Clients asked in each round, of the clients without an answer so far. [default: all]"""
     per_class: PositiveInt = 20
     """Images of D̂ per class."""
-    nets: PositiveInt = 16
+    nets: PositiveInt = 8
     """Random nets (J)."""
     width: PositiveInt = 1024
     """Features of a net that are not projected to fewer."""

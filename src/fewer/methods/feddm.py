@@ -96,7 +96,7 @@ class FedDM(Method[FedDMState]):
         schema = {label: Shaped((sizes, *x.shape[1:]), max_value=MAX_PIXEL) for label, x in state.empty.items()}
         answers = clients.ask(cohort, self.condense, model=state.model, returns={"knowledge": schema})
         new: dict[int, Knowledge] = {answer.client: answer["knowledge"] for answer in answers}
-        images, labels = concatenate_images(new.values())
+        images, labels = concatenate_images(new.values(), clients.aggregation)
         (result,) = clients.map_on_server(
             self.train_global_model, [{}], model=state.model, images=images, labels=labels
         )

@@ -233,7 +233,9 @@ class FedMK(Method[FedMKState]):
         if not new:
             return replace(state, model=model)
         knowledge = {**state.knowledge, **new}
-        images, labels = concatenate_images((knowledge if self.keep_images == "latest" else new).values())
+        images, labels = concatenate_images(
+            (knowledge if self.keep_images == "latest" else new).values(), clients.aggregation
+        )
         result = self.train_server(  # lines 14 to 17
             clients, answers, model=model, generator=state.generator, images=images, labels=labels
         )

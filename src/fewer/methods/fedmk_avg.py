@@ -123,7 +123,7 @@ class FedMKAvg(FedMK):
         if clients.round <= self.condense_rounds:
             return super().round(state, clients)
         knowledge = state.knowledge or {0: state.empty}
-        images, labels = concatenate_images(knowledge.values())
+        images, labels = concatenate_images(knowledge.values(), clients.aggregation)
         sent = self.draw_sent_images(labels, clients.stream("mixing"))
         cohort = self.sample_cohort(clients)
         answers = train_models(clients, cohort, self.local_train, state.model, images=images[sent], labels=labels[sent])

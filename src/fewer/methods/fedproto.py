@@ -98,7 +98,9 @@ class FedProto(PersonalMethod[FedProtoState], LocalTraining[FedProtoState]):
             merged = private_prototypes(answers, state.num_classes, width)
         else:
             valid = valid_answers(answers, clients, state.num_classes, "train_near_prototypes")
-            merged = merge_prototypes([Prototypes(a["classes"], a["means"], a["counts"]) for a in valid])
+            merged = merge_prototypes(
+                [Prototypes(a["classes"], a["means"], a["counts"]) for a in valid], answers.aggregation
+            )
         kept = ~torch.isin(state.classes, merged.classes)
         old = Prototypes(state.classes[kept], state.means[kept], state.counts[kept])
         return replace(state, **merge_prototypes([merged, old])._asdict())

@@ -174,7 +174,7 @@ class FewRounds(Method[StateT]):
         if "means" not in updates[0]:
             return group
         local = [Prototypes(update["classes"], update["means"], update["counts"]) for update in updates]
-        classes, means, _ = merge_prototypes(local)
+        classes, means, _ = merge_prototypes(local, aggregation)
         if self.head in ("fedncm", "fedcof"):
             means = head_prototypes(self.head, local)
         return replace(group, classes=classes, means=means)

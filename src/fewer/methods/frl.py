@@ -198,6 +198,7 @@ class FRL(PreparingMethod[FRLState]):
             generator = None if self.meta_head else clients.stream("head")
             group = self.start_group(state, state.initial, generator)
             state = replace(group, cohort=self.sample_cohort(clients))
+            clients.forget_draw()  # the cohort answers in all rounds of the episode
         if state.rounds_done == self.group_rounds:
             return self.meta_update(state, clients)
         return self.group_round(state, state.cohort, clients, last=False)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fewer.errors import QuorumLost, SettingError
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
 from fewer.learning.protect import ClassSums
-from fewer.learning.prototypes import class_prototypes
+from fewer.learning.prototypes import Prototypes, class_prototypes, reject_prototypes
 from fewer.methods import MAX_SAMPLES, Client, Context, Method, Needs, State
 from fewer.methods.private_prototypes import (
     add_class_sums,
@@ -92,6 +92,11 @@ class HeadOnly(Method[HeadState]):
     def fit_head(self, statistics: Weights, head: Weights, clients: Clients) -> Head:
         """The head that follows from the statistics. `head` is the one before this round."""
 
+    @classmethod
+    def takes_rules(cls) -> bool:
+        """True if clients send class means, among which a robust rule finds outliers."""
+        return bool(cls.class_sums)
+
     def init(self, task: Task, seed: int) -> HeadState:
         """The initial head."""
         return HeadState(initial_head(task, seed), {}, [])
@@ -104,11 +109,15 @@ class HeadOnly(Method[HeadState]):
             return state
         count = len(waiting) if self.cohort is None else min(self.cohort, len(waiting))
         cohort = waiting if count == len(waiting) else clients.sample(count, among=waiting)
+        clients.forget_draw()  # who waits depends on earlier draws
         if clients.privacy and (self.class_sums == "joint" or (self.class_sums and clients.protects_records)):
             parts, new = self.ask_protected(clients, cohort, state.head)
         else:
             answers = self.ask_statistics(clients, cohort, self.send_statistics, state.head)
             parts, new = list(answers.values()), list(answers)
+        if self.class_sums and parts:  # the rows of other statistics are no class means
+            rows = reject_prototypes([Prototypes(**part) for part in parts], clients.aggregation)
+            parts = [part._asdict() for part in rows]
         if not parts and not state.statistics:
             raise QuorumLost(f"round {clients.round}: no client sent valid statistics")
         statistics = self.merge([*([state.statistics] if state.statistics else []), *parts])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
@@ -31,6 +31,8 @@ EVAL_CHUNK_SIZE = 2500
 """Samples of the global test set that a worker evaluates in one call."""
 AVERAGES = {"average_equally", "average_by_size", "average_field", "combine"}
 """Functions that average what clients send by the rule of the run."""
+REJECTS = {"merge_prototypes", "concatenate_images", "add_class_sums"}
+"""Functions that reject outliers by the rule of the run."""
 BEST = "best_model"
 """Store key of a client's best model on its validation samples, and how good it is there."""
 
@@ -219,8 +221,17 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
     @classmethod
     def averages(cls) -> bool:
         """True if the method averages what clients send, so that another rule than the mean can take its place."""
+        return cls._calls(AVERAGES)
+
+    @classmethod
+    def takes_rules(cls) -> bool:
+        """True if a robust rule can average what clients send, or reject outliers."""
+        return cls.averages() or cls._calls(REJECTS)
+
+    @classmethod
+    def _calls(cls, names: Set[str]) -> bool:
         functions = (getattr(getattr(cls, name), "__code__", None) for name in dir(cls) if not name.startswith("__"))
-        return any(AVERAGES & _names_in(code) for code in functions)
+        return any(names & _names_in(code) for code in functions)
 
     def client_model(self, shared: Weights, client: Client, choose: bool = False) -> nn.Module:
         """The model that a client uses: `build_predictor`, or with `keep = best` its best model so far.

@@ -10,18 +10,19 @@ A class whose noisy count is not above two standard deviations of its noise has 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from fewer.errors import SettingError
 from fewer.learning.aggregate import private_mean
-from fewer.learning.protect import ClassSums, ProtectedSamples, add_noise, clipped_class_sums
-from fewer.learning.prototypes import Prototypes
+from fewer.learning.protect import COUNT_WEIGHT, ClassSums, ProtectedSamples, add_noise, clipped_class_sums
+from fewer.learning.prototypes import Prototypes, reject_prototypes
 from fewer.methods.context import Client
 from fewer.privacy import NotCovered
-from fewer.runtime import Answers
+from fewer.runtime import Aggregation, Answers
 from fewer.runtime.clients import reveal
 from fewer.wire import Number, Schema, Shaped
 
@@ -44,7 +45,7 @@ def send_class_sums(client: Client, encode: Callable[[Tensor], Tensor]) -> dict[
         if client.protects_records:
             return cast(ProtectedSamples, client.train).release_class_sums(encode, classes)._asdict()
         sums = clipped_class_sums(client.train, encode, classes, 1.0).float()
-    return ClassSums(sums[:, :-1], sums[:, -1], 0.0)._asdict()
+    return ClassSums(sums[:, :-1], sums[:, -1] / COUNT_WEIGHT, 0.0)._asdict()
 
 
 def add_class_sums(answers: Answers) -> ClassSums:
@@ -52,15 +53,32 @@ def add_class_sums(answers: Answers) -> ClassSums:
     if answers.private and answers.private.ledger.settings.level == "user":
         raise NotCovered("dp = user does not cover this method: its class sums protect records; use dp = record")
     parts = [ClassSums(*(reveal(answer, name) for name in ClassSums._fields)) for answer in answers]
+    if answers.aggregation.rule != "mean":
+        if answers.private and answers.private.ledger.settings.distributed:
+            raise SettingError(
+                "dp with distributed noise needs aggregate = mean: a single client's sums are only noise"
+            )
+        parts = reject_class_sums(parts, answers.aggregation)
     sums = torch.stack([part.sums for part in parts]).double().sum(0)
     counts = torch.stack([part.counts for part in parts]).double().sum(0)
     deviation = math.sqrt(sum(part.deviation**2 for part in parts))
     if (private := answers.private) and (missing := private.asked - len(parts)):
         generator, share = private.generator(), parts[0].deviation * math.sqrt(missing)
-        sums = add_noise(sums, share * private.ledger.clip, generator)
+        sums = add_noise(sums, share * COUNT_WEIGHT * private.ledger.clip, generator)
         counts = add_noise(counts, share, generator)
         deviation = math.hypot(deviation, share)
     return ClassSums(sums, counts, deviation)
+
+
+def reject_class_sums(parts: Sequence[ClassSums], aggregation: Aggregation) -> list[ClassSums]:
+    """Class sums without the classes whose mean is an outlier among all clients, or that have too few samples."""
+    prototypes = [to_prototypes(part) for part in parts]
+    kept = reject_prototypes(prototypes, aggregation)
+    masks = [torch.isin(torch.arange(len(part.counts)), rows.classes) for part, rows in zip(parts, kept, strict=True)]
+    return [
+        part._replace(sums=part.sums * mask[:, None], counts=part.counts * mask)
+        for part, mask in zip(parts, masks, strict=True)
+    ]
 
 
 def to_prototypes(released: ClassSums) -> Prototypes:

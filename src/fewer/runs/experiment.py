@@ -160,10 +160,10 @@ def build_experiment(
         _check_privacy(settings)
     if settings.secure_sum:
         _check_secure_sum(method, settings)
-    if settings.aggregate != "mean" and not method.averages():
+    if settings.aggregate != "mean" and not method.takes_rules():
         raise SettingError(
             f"aggregate = {settings.aggregate}, but {method.name} averages nothing that clients send "
-            f"(allowed: {', '.join(name for name in names() if find(name).averages())})"
+            f"(allowed: {', '.join(name for name in names() if find(name).takes_rules())})"
         )
     if method.cohort is not None:
         check_cohort(method.cohort, len(data) - data.unseen_clients)

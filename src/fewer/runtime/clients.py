@@ -196,6 +196,7 @@ class Clients(ABC):
     flops: int = 0
     """Floating-point operations of all clients so far, without evaluations, if they are counted."""
     _drawn: tuple[int, frozenset[int], int] = field(default=(0, frozenset(), 0), repr=False)
+    _questions: tuple[int, Counter[str]] = field(default_factory=lambda: (0, Counter()), repr=False)
     """A round, the cohort drawn in it, and the number of clients that it was drawn from."""
     _relay_calls: tuple[int, int] = field(default=(0, 0), repr=False)
     """A round, and the number of relay calls in it so far."""
@@ -267,6 +268,10 @@ class Clients(ABC):
         self._drawn = self.round, frozenset(drawn), len(candidates)
         return drawn
 
+    def forget_draw(self) -> None:
+        """The cohort answers in several rounds, or depends on earlier draws: its sampling does not make ε smaller."""
+        self._drawn = 0, frozenset(), 0
+
     def eval_cohort(self, among: Sequence[int] | None = None) -> list[int]:
         """The clients to evaluate on: all of them, or all `among`. If there are more than 100, always the same 100."""
         candidates = self.joining or (range(self.population) if among is None else among)
@@ -301,7 +306,11 @@ class Clients(ABC):
         answers: dict[int, Answer] = {}
         absent = {client: Absent(client, "dropped") for client in who if faults[client] == "drop"}
         protect = len(who) if self.protected else 0
-        calls = [(Call(client, handler.__name__, self.round, protect=protect), messages[client]) for client in asked]
+        repeat = self._count_question(handler.__name__) if self.protected else 0
+        calls = [
+            (Call(client, handler.__name__, self.round, protect=protect, repeat=repeat), messages[client])
+            for client in asked
+        ]
         sizes: dict[int, int] = {}
         unsent = set()
         spent: dict[int, tuple[tuple[float, float, int], ...]] = {}
@@ -404,6 +413,13 @@ class Clients(ABC):
         """Returns the number of the next secure sum of this round."""
         self._sums = self.round, (self._sums[1] if self._sums[0] == self.round else 0) + 1
         return self._sums[1]
+
+    def _count_question(self, handler: str) -> int:
+        """Returns how often this handler has been asked in this round, under differential privacy."""
+        if self._questions[0] != self.round:
+            self._questions = self.round, Counter()
+        self._questions[1][handler] += 1
+        return self._questions[1][handler] - 1
 
     def kind(self, handler: str) -> str:
         """The kind of a message in the ledger: the handler, and whether it evaluates."""

@@ -142,6 +142,8 @@ class Call:
     """Set if the call is part of `clients.relay`."""
     protect: int = 0
     """The number of clients asked, if the client must protect its answer by differential privacy; otherwise 0."""
+    repeat: int = 0
+    """How often the handler was asked before in this round, if the answer is protected."""
 
     @property
     def stream_key(self) -> int:
@@ -271,7 +273,7 @@ class HandlerRunner:
             make_context = self.contexts.server if call.on_server else self.contexts
             context = make_context(call.client, call.round)
             if call.protect:
-                context.protect(call.handler, call.protect)
+                context.protect(call.handler, call.protect, call.repeat)
             with counter if self.count_flops else nullcontext():
                 answer = handler(context, **fields)
             if call.protect:
