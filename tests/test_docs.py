@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent, indent
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -144,6 +145,23 @@ def test_the_badges_of_the_readme_say_what_the_project_says() -> None:
     assert badges == [f"python-{project['requires-python'].replace('>=', '≥ ')}", f"license-{license}"]
 
 
+def test_work_on_the_server_as_on_the_page_gives_the_default_accuracy(tmp_path: Path) -> None:
+    page = DOCS / "how-to/write-a-method.md"
+    [snippet] = [block.text for block in blocks(page) if "map_on_server" in block.text]
+    imports = """
+        from typing import Any
+        from fewer import Clients, FedAvg, on_server
+        from fewer.data import Data
+        from fewer.methods import ModelState, Scores, Server
+        from fewer.models import Weights
+    """
+    source = f"{dedent(imports)}\nclass Evaluated(FedAvg):\n{indent(snippet, '    ')}"
+    (tmp_path / "evaluated.py").write_text(source)
+    method = find(f"{tmp_path / 'evaluated.py'}:Evaluated")
+    data = fewer.data.load("digits", clients=4)
+    assert fewer.run(method(rounds=2), data).accuracy == fewer.run(fewer.FedAvg(rounds=2), data).accuracy
+
+
 # --- commands ---------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +198,7 @@ def test_every_command_accepts_the_arguments_on_a_page(page: Path) -> None:
             assert set(parsed.get("column") or ()) <= set(known_columns)
 
 
-HOW_TO = ("add-data", "classes", "fedmk-python", "install", "own-data", "own-training", "recipe", "slurm")
+HOW_TO = ("add-data", "classes", "fedmk-python", "install", "own-data", "own-loss", "own-training", "recipe", "slurm")
 SLOW = ("local-cluster", "join", "server")
 """Commands that tests/machines runs in separate processes."""
 
@@ -199,7 +217,8 @@ def test_a_page_works_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
-    np.savez("mine.npz", x=np.zeros((999, 8, 8), np.uint8), y=np.arange(999) % 2)  # the reader's own file
+    np.savez("mine.npz", x=np.zeros((999, 8, 8), np.uint8), y=np.arange(999) % 2)  # the reader's own files
+    Path("house.csv").write_text("area,price\n" + "".join(f"{n % 7},{n % 7 + 0.5}\n" for n in range(400)))
     namespace: dict[str, Any] = {"__name__": "page"}
     ran = 0
     for block in blocks(page):
