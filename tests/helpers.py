@@ -146,12 +146,13 @@ FEW_SHOT: dict[str, Any] = {
 }
 FEW_SHOT_METHODS = ("f2l", "fedfsl", "fl-maml", "fl-proto", "local-maml", "local-proto")
 SYNTHESIS = {"method_options": {"local_steps": 2, "epochs": 2, "generator_steps": 2, "distill_steps": 2}}
+STEPS = {"local_steps": 5, "first_steps": 5}
 SMALL: dict[str, dict[str, Any]] = {
     "fedavg": {"drop": 0.2, "corrupt": 0.2},
     "fedbn": {"norm": "batch"},
     "fedmk": {"method_options": {"per_class": 2, "matching_steps": 5, "outer_steps": 2, "server_steps": 10}},
     "dp-fedmk": {"method_options": {"per_class": 2, "nets": 2, "matching_steps": 5, "server_steps": 10}},
-    "fedmk-avg": {"method_options": {"per_class": 2, "matching_steps": 5, "server_steps": 10, "local_steps": 5}},
+    "fedmk-avg": {"method_options": {"per_class": 2, "matching_steps": 5, "server_steps": 10, **STEPS}},
     "fedmk-paper": {"method_options": {"per_class": 2, "server_steps": 10}},
     "feddm": {"method_options": {"per_class": 2, "matching_steps": 5, "real_per_class": 8, "server_steps": 10}},
     **dict.fromkeys(("dense", "co-boosting"), SYNTHESIS),

@@ -267,6 +267,18 @@ def make_cells(**keys: Any) -> tuple[recipes.Recipe, list[recipes.Cell]]:
     return plan, [recipes.Cell(name, column, ours, None) for column in columns for name, ours in rows.items()]
 
 
+def test_a_recipe_draws_one_plot_by_round_and_one_by_megabytes(tmp_path: Path) -> None:
+    plan, cells = make_cells(figure="rounds and megabytes")
+    drawn = plot_recipe(plan, cells)
+    assert list(drawn) == ["rounds", "megabytes"]
+    ends = [list(figure.axes[0].lines[0].get_xdata())[-1] for figure in drawn.values()]
+    assert ends == pytest.approx([2, 8])
+    pictures = dict.fromkeys(drawn, b"picture")
+    written = recipes.write_results("small", plan, cells, tmp_path, "fewer reproduce small", False, pictures)
+    assert [path.name for path in written] == ["small.md", "small.json", "small-rounds.png", "small.png"]
+    assert "(small-rounds.png)" in written[0].read_text() and "(small.png)" in written[0].read_text()
+
+
 @pytest.mark.parametrize(("figure", "x"), [("rounds", [1, 2]), ("megabytes", [4, 8])])
 def test_a_recipe_draws_curves_in_a_panel_for_each_column(figure: str, x: list[float]) -> None:
     drawn = plot_recipe(*make_cells(figure=figure))[figure]
@@ -377,7 +389,10 @@ def test_a_table_says_what_its_intervals_cover(units: str) -> None:
         (("rounds = 2", 'rounds = "many"'), "rounds must be a valid integer, got 'many'"),
         (("[settings]", "[settings"), "is not valid TOML"),
         (("seeds = 2", "seeds = 0"), "seeds must be > 0, got 0"),
-        (("seeds = 2", "figure = 'pie'"), "figure must be 'rounds', 'megabytes', 'columns' or 'heatmap', got 'pie'"),
+        (
+            ("seeds = 2", "figure = 'pie'"),
+            "figure must be 'rounds', 'megabytes', 'rounds and megabytes', 'columns' or 'heatmap', got 'pie'",
+        ),
     ],
 )
 def test_a_wrong_recipe_gives_a_one_line_error(change: tuple[str, str], text: str, tmp_path: Path) -> None:

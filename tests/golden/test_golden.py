@@ -79,7 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
         "cohort": 2,
         "method_options": {"per_class": 2, "nets": 2, "matching_steps": 5, "server_steps": 10},
     },
-    "fedmk-avg": {"rounds": 3, "method_options": {**CONDENSE, "local_steps": 5}},
+    "fedmk-avg": {"rounds": 3, "method_options": {**CONDENSE, "local_steps": 5, "first_steps": 5}},
     **dict.fromkeys(("fedmeta", "fedavg-meta", "reptile", "per-fedavg", "alone"), NEW_CLIENTS),
     "frl": GROUPS,
     "frl-meta-head": GROUPS,
@@ -120,7 +120,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fedmk-avg, mixed images and replay": {
         "rounds": 3,
-        "method_options": {**CONDENSE, "local_steps": 5, "mixed_images": 4, "replay_steps": 3},
+        "method_options": {**CONDENSE, "local_steps": 5, "first_steps": 5, "mixed_images": 4, "replay_steps": 3},
     },
     "fedmk-paper, literal": {"norm": "batch", "method_options": {"per_class": 2, "outer_steps": 3, "server_steps": 10}},
     "fedmeta, fomaml": {**NEW_CLIENTS, "method_options": {"algorithm": "fomaml", "inner_steps": 2, "batch_size": 8}},

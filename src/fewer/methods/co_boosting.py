@@ -12,7 +12,8 @@ Algorithm 1. The ensemble is A_w(x) = Σ_k w_k f_k(x), and starts with w_k = 1/n
 Readings from the released code: the sign and the softmax with temperature 4 in the diverse images, μ that decays by
 0.99 per epoch, and no update of w in the first epoch.
 
-Departures: those of DENSE. The temperature of β's KL is 1; the released code has 3.
+Departures: those of DENSE. The temperature of β's KL is 1; the released code has 3. One pass over the images adapts w
+and f_S in the released code; here, `distill_steps` random batches of them do.
 """
 
 from __future__ import annotations

@@ -20,6 +20,9 @@ Departures:
 - The KL of the distillation has a temperature (1 is Eq 6).
 - The generator's last layer standardizes its images, so that the server needs no statistics of the data.
 - A smaller generator and fewer epochs, for CPUs. Local training as in FedAvg: a fixed number of steps.
+- The released code resets the generator in each epoch, also learns the noise z, keeps the images of the best step, and
+  has temperature 3 in L_div. Here the generator continues, which needs fewer steps; z is fixed; L_div is Eq 4 as
+  printed.
 - L_BN is 0 for nets without batch norm, such as the default net.
 """
 

@@ -15,6 +15,7 @@ Departures:
 - S starts from noise, U[−1, +1]. The paper starts from real samples, and clients would upload near-copies of private
   data.
 - All classes move in one step; the paper sums their losses as well.
+- Nets lie on the sphere of radius ρ. A Gaussian that is truncated to the ball has nearly all of its mass there.
 - A fixed number of server steps, which are projected back to the ball at the end.
 - The differentially private variant is left out.
 """

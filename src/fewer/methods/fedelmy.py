@@ -14,6 +14,8 @@ Departures:
 - A fixed number of local steps on batches drawn with replacement, as in FedAvg: `local_steps` for each model, and for
   the warm-up.
 - Distances are relative to ‖m_0‖, so that one α and one β fit all nets. The paper rescales them by the loss.
+- The released code squares the distances, scales them down by powers of ten to below the loss, counts the start of m
+  as part of the pool, and keeps the m that is best on validation samples. None of this is done here.
 - The server passes the model on, as in FedSeq.
 """
 
