@@ -209,6 +209,12 @@ def plot_bars(results: Mapping[str, Interval], styles: Styles, metric: PrimaryMe
     return figure
 
 
+MAX_COLUMN_LABEL = 14
+"""Letters of a column's label in a heat map."""
+TITLE_LETTERS = 11
+"""Letters of a title that fit into an inch."""
+
+
 class Grid(NamedTuple):
     """The primary metric of a method by two of its settings; None if a cell has no run."""
 
@@ -227,8 +233,10 @@ def plot_heatmap(title: str, grid: Grid, metric: PrimaryMetric = ACCURACY) -> Fi
     low, high = min(means), max(means)
     colors = colormaps["viridis"]
     with theme():
-        size = (1.6 + 0.75 * len(grid.columns), 1.2 + 0.42 * len(grid.rows))
-        figure, axes = create_axes(title, (max(3.6, size[0]), size[1]))
+        longest = min(MAX_COLUMN_LABEL, max(len(str(value)) for value in grid.columns))
+        width = max(3.6, 1.6 + max(0.75, 0.09 * longest) * len(grid.columns))
+        lines = fill(title, int(TITLE_LETTERS * width))
+        figure, axes = create_axes(lines, (width, 1.2 + 0.42 * len(grid.rows)))
         for y, row in enumerate(grid.cells):
             for x, cell in enumerate(row):
                 if cell is None:
@@ -239,7 +247,7 @@ def plot_heatmap(title: str, grid: Grid, metric: PrimaryMetric = ACCURACY) -> Fi
                 text = metric.format_interval(cell, 1).replace(" ±", "\n±")
                 color = text_color(value)
                 axes.text(x, y, text, ha="center", va="center", color=color, fontsize=8, linespacing=1.1)
-        axes.set_xticks(range(len(grid.columns)), [shorten(str(value), 10) for value in grid.columns])
+        axes.set_xticks(range(len(grid.columns)), [shorten(str(value), MAX_COLUMN_LABEL) for value in grid.columns])
         axes.set_yticks(range(len(grid.rows)), [shorten(str(value), 24) for value in grid.rows])
         axes.set(xlabel=grid.x_name, ylabel=grid.y_name, xlim=(-0.5, len(grid.columns) - 0.5))
         axes.set_ylim(len(grid.rows) - 0.5, -0.5)
