@@ -130,6 +130,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "frl, linear": {**GROUPS, "method_options": {**GROUPS["method_options"], "head": "linear"}},
     "frl, distance": {**GROUPS, "method_options": {**GROUPS["method_options"], "head": "distance", "optimizer": "sgd"}},
+    "frl, fedncm": {**GROUPS, "method_options": {**GROUPS["method_options"], "head": "fedncm"}},
+    "frl, fedcof": {**GROUPS, "method_options": {**GROUPS["method_options"], "head": "fedcof", "subsets": 2}},
     "frl, the authors' steps": {
         **GROUPS,
         "method_options": {**GROUPS["method_options"], **AUTHORS_STEPS, "meta_steps": 2, "optimizer": "sgd"},
