@@ -5,7 +5,16 @@ import re
 import pytest
 
 from fewer.experiments import recipes
-from tools.make_results_index import INDEX, Item, Paper, describe_state, load_papers, load_results, render_index
+from tools.make_results_index import (
+    INDEX,
+    Item,
+    Paper,
+    describe_state,
+    list_commands,
+    load_papers,
+    load_results,
+    render_index,
+)
 from tools.make_results_index import select_results as select
 
 PAPERS = load_papers()
@@ -49,6 +58,24 @@ def test_the_state_depends_on_what_was_run() -> None:
     assert describe_state(fig6.model_copy(update={"size": "small"}), results) == "small"
     both = fig6.model_copy(update={"recipes": ["fedmk/fig6", "fedmk/nodes"]})
     assert describe_state(both, results) == "small"  # a column of the second recipe is missing
+
+
+@pytest.mark.parametrize(("paper", "item"), ITEMS, ids=lambda part: part.name)
+def test_every_column_of_an_item_has_a_command(paper: Paper, item: Item) -> None:
+    results = select(item, load_results())
+    commands = list_commands(item, results)
+    for name in item.recipes:
+        for column in recipes.load_recipe(name).column:
+            if item.columns and column.name not in item.columns:
+                continue
+            run = any(
+                result.recipe == name and column.name in {cell.column for cell in result.cells} for result in results
+            )
+            new = {f"fewer reproduce {name}", f'fewer reproduce {name} --column "{column.name}"'} & {*commands}
+            assert run or new, (name, column.name)
+            assert not run or f'fewer reproduce {name} --column "{column.name}"' not in {*commands} - {
+                result.command for result in results
+            }
 
 
 def test_its_numbers_are_those_of_the_pages_it_links_to() -> None:

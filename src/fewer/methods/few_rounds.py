@@ -47,6 +47,7 @@ HEAD = "head."
 """Prefix of the names of a head's weights."""
 GlobalPrototypes = tuple[Tensor, Tensor]
 """Classes and their global prototypes Γ. With a linear head: the classes of the group, and prototypes of width 0."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
 AnyGroup = TypeVar("AnyGroup", bound="GroupState")
 LRS = 0.001, 0.003, 0.01
 """Learning rates (α) to tune over with prototypes at temperature 1. A linear head uses ten times these."""
@@ -105,7 +106,7 @@ class FewRounds(Method[StateT]):
     """Train on random crops of images with a border of this many pixels. The authors ran 3."""
     temperature: PositiveFloat = Field(default=1.0, json_schema_extra=NEUTRAL)
     """Divides the squared distances in the softmax over prototypes."""
-    gamma: Annotated[float, Field(ge=0, le=1)] = 5 / 6
+    gamma: Fraction = 5 / 6
     """GPAL: weight of the local loss (γ). The loss by global prototypes has weight 1 − γ."""
     prototypes_from: Literal["before", "after"] = "before"
     """Upload the prototypes from before local training (Algorithm 1) or after it."""
