@@ -18,6 +18,7 @@ from tools.make_results_index import (
 from tools.make_results_index import select_results as select
 
 PAPERS = load_papers()
+RESULTS = load_results()
 ITEMS = [(paper, item) for paper in PAPERS for item in paper.item]
 NUMBERS = {
     "FedMK": (7, 6),
@@ -46,13 +47,13 @@ def test_an_item_names_recipes_rows_and_columns_that_exist_and_has_a_verdict(pap
     plans = [recipes.load_recipe(name) for name in item.recipes]
     assert {*item.rows} <= {row.name for plan in plans for row in plan.row}
     assert {*item.columns} <= {column.name for plan in plans for column in plan.column}
-    if select(item, load_results()):
+    if select(item, RESULTS):
         assert item.verdict and len(item.verdict) <= 80, f"{paper.name}, {item.name}: say in a line what came out"
 
 
 def test_the_state_depends_on_what_was_run() -> None:
     fig6 = next(item for paper, item in ITEMS if paper.name == "FedMK" and item.name == "Figure 6")
-    results = select(fig6, load_results())
+    results = select(fig6, RESULTS)
     assert describe_state(fig6, []) == "not run"
     assert describe_state(fig6, results) == "full"
     assert describe_state(fig6.model_copy(update={"size": "small"}), results) == "small"
@@ -62,7 +63,7 @@ def test_the_state_depends_on_what_was_run() -> None:
 
 @pytest.mark.parametrize(("paper", "item"), ITEMS, ids=lambda part: part.name)
 def test_every_column_of_an_item_has_a_command(paper: Paper, item: Item) -> None:
-    results = select(item, load_results())
+    results = select(item, RESULTS)
     commands = list_commands(item, results)
     for name in item.recipes:
         for column in recipes.load_recipe(name).column:

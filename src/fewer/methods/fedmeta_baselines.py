@@ -3,12 +3,13 @@
 They train with the same clients as FedMeta and are evaluated on the same new clients, each with its support set.
 FedAvg with fine-tuning is `fedavg-meta`.
 
-- `fedbabu-meta`: FedBABU (fedbabu.py). The federation trains the encoder under a random head that is never sent. A new
-  client fine-tunes the whole net.
-- `knn-per-meta`: kNN-Per (knn_per.py). A new client interpolates FedAvg's model with the nearest neighbors among its
-  support samples. It takes no step.
+- `fedbabu-meta`: Oh, Kim, Yun: FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR 2022. The
+  federation trains the encoder under a random head that is never sent. A new client fine-tunes the whole net.
+- `knn-per-meta`: kNN-Per. Marfoq, Neglia, Kameni, Vidal: Personalized Federated Learning through Local Memorization,
+  ICML 2022. A new client interpolates FedAvg's model with the nearest neighbors among its support samples. It takes no
+  step by default.
 
-Departures: those of `fedavg-meta` and of both methods.
+Departures: those of `fedavg-meta`, and of fedbabu.py and knn_per.py.
 """
 
 from __future__ import annotations
