@@ -3,8 +3,8 @@
 They train with the same clients as FedMeta and are evaluated on the same new clients, each with its support set.
 FedAvg with fine-tuning is `fedavg-meta`.
 
-- `fedbabu-meta`: Oh, Kim, Yun: FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR 2022. The
-  federation trains the encoder under a random head that is never sent. A new client fine-tunes the whole net.
+- `fedbabu-meta`: Oh, Kim, Yun: FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR 2022.
+  The federation trains the encoder under a random head that is never sent. A new client fine-tunes the whole net.
 - `knn-per-meta`: kNN-Per. Marfoq, Neglia, Kameni, Vidal: Personalized Federated Learning through Local Memorization,
   ICML 2022. A new client interpolates FedAvg's model with the nearest neighbors among its support samples. It takes no
   step by default.
