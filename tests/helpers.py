@@ -137,14 +137,14 @@ FRL_SETTINGS: dict[str, Any] = {
     "method_options": {"way": 2, "group_size": 2, "eval_groups": 1, "samples_per_class": 20},
 }
 """Settings that make FRL fast."""
-META = ("alone", "fedmeta", "fedavg-meta", "reptile", "per-fedavg")
+META = ("alone", "fedmeta", "fedavg-meta", "fedbabu-meta", "knn-per-meta", "reptile", "per-fedavg")
 """These need clients for training, validation and evaluation: at least eight."""
 FEW_SHOT: dict[str, Any] = {
     "data_options": {"split": "4/3/3"},
     "partition": "iid",
     "method_options": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
 }
-FEW_SHOT_METHODS = ("f2l", "fedfsl", "fl-maml", "fl-proto", "local-maml", "local-proto")
+FEW_SHOT_METHODS = ("f2l", "fedfsl", "fl-maml", "fl-proto", "fl-base", "local-maml", "local-proto")
 SYNTHESIS = {"method_options": {"local_steps": 2, "epochs": 2, "generator_steps": 2, "distill_steps": 2}}
 STEPS = {"local_steps": 5, "first_steps": 5}
 SMALL: dict[str, dict[str, Any]] = {
@@ -159,7 +159,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "fusefl": {"rounds": 2, "method_options": {"local_steps": 5}},
     "metafed": {"validation": 0.2},
     **dict.fromkeys(FEW_SHOT_METHODS, FEW_SHOT),
-    **dict.fromkeys(("frl", "frl-meta-head", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), FRL_SETTINGS),
+    **dict.fromkeys(
+        ("frl", "frl-meta-head", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg", "coprefl"), FRL_SETTINGS
+    ),
     "frl-warm-start": {"rounds": 8, "method_options": {**FRL_SETTINGS["method_options"], "warmup_rounds": 4}},
 }
 """Settings that make a method fast."""

@@ -5,10 +5,20 @@ import re
 import pytest
 
 from fewer.experiments import recipes
-from tools.make_results_index import INDEX, Item, Paper, describe_state, load_papers, load_results, render_index
+from tools.make_results_index import (
+    INDEX,
+    Item,
+    Paper,
+    describe_state,
+    list_commands,
+    load_papers,
+    load_results,
+    render_index,
+)
 from tools.make_results_index import select_results as select
 
 PAPERS = load_papers()
+RESULTS = load_results()
 ITEMS = [(paper, item) for paper in PAPERS for item in paper.item]
 NUMBERS = {
     "FedMK": (7, 6),
@@ -37,18 +47,36 @@ def test_an_item_names_recipes_rows_and_columns_that_exist_and_has_a_verdict(pap
     plans = [recipes.load_recipe(name) for name in item.recipes]
     assert {*item.rows} <= {row.name for plan in plans for row in plan.row}
     assert {*item.columns} <= {column.name for plan in plans for column in plan.column}
-    if select(item, load_results()):
+    if select(item, RESULTS):
         assert item.verdict and len(item.verdict) <= 80, f"{paper.name}, {item.name}: say in a line what came out"
 
 
 def test_the_state_depends_on_what_was_run() -> None:
     fig6 = next(item for paper, item in ITEMS if paper.name == "FedMK" and item.name == "Figure 6")
-    results = select(fig6, load_results())
+    results = select(fig6, RESULTS)
     assert describe_state(fig6, []) == "not run"
     assert describe_state(fig6, results) == "full"
     assert describe_state(fig6.model_copy(update={"size": "small"}), results) == "small"
     both = fig6.model_copy(update={"recipes": ["fedmk/fig6", "fedmk/nodes"]})
     assert describe_state(both, results) == "small"  # a column of the second recipe is missing
+
+
+@pytest.mark.parametrize(("paper", "item"), ITEMS, ids=lambda part: part.name)
+def test_every_column_of_an_item_has_a_command(paper: Paper, item: Item) -> None:
+    results = select(item, RESULTS)
+    commands = list_commands(item, results)
+    for name in item.recipes:
+        for column in recipes.load_recipe(name).column:
+            if item.columns and column.name not in item.columns:
+                continue
+            run = any(
+                result.recipe == name and column.name in {cell.column for cell in result.cells} for result in results
+            )
+            new = {f"fewer reproduce {name}", f'fewer reproduce {name} --column "{column.name}"'} & {*commands}
+            assert run or new, (name, column.name)
+            assert not run or f'fewer reproduce {name} --column "{column.name}"' not in {*commands} - {
+                result.command for result in results
+            }
 
 
 def test_its_numbers_are_those_of_the_pages_it_links_to() -> None:

@@ -117,9 +117,18 @@ def describe_state(item: Item, results: Sequence[Published]) -> str:
 
 
 def list_commands(item: Item, results: Sequence[Published]) -> list[str]:
-    """Returns the commands of the published results; those of the recipes if there is none."""
-    options = "".join(f' --column "{column}"' for column in item.columns)
-    return [result.command for result in results] or [f"fewer reproduce {name}{options}" for name in item.recipes]
+    """Returns the commands of the published results, and of recipes and columns without one."""
+    done = {(result.recipe, cell.column) for result in results for cell in result.cells}
+    commands = [result.command for result in results]
+    for name in item.recipes:
+        plan = recipes.load_recipe(name)
+        wanted = [column.name for column in plan.column if not item.columns or column.name in item.columns]
+        missing = [column for column in wanted if (name, column) not in done]
+        if missing == [column.name for column in plan.column]:
+            commands.append(f"fewer reproduce {name}")
+        else:
+            commands += [f'fewer reproduce {name} --column "{column}"' for column in missing]
+    return commands
 
 
 def render_index() -> str:
@@ -159,8 +168,10 @@ def _render_paper(paper: Paper, results: Sequence[Published]) -> Iterator[str]:
     yield from ("Ours and theirs:", "")
     yield from _render_table(("result", "data", "column", "row", "ours", "paper"), numbers)
     yield from ("Commands:", "", "```sh")
+    published = {result.command for result in results}
     commands = dict.fromkeys((command, item.name) for item, found in items for command in list_commands(item, found))
-    yield from (f"{command}  # {name}" for command, name in commands)
+    for command, name in commands:
+        yield f"{command}  # {name}{'' if command in published else ', not run'}"
     yield from ("```", "")
     pages = dict.fromkeys(result.page for item, found in items if not item.rows for result in found)
     if pages:

@@ -23,6 +23,7 @@ from fewer.methods.alone import Alone as Alone
 from fewer.methods.apfl import APFL as APFL
 from fewer.methods.centralized import Centralized as Centralized
 from fewer.methods.co_boosting import CoBoosting as CoBoosting
+from fewer.methods.coprefl import CoPreFL as CoPreFL
 from fewer.methods.dbe import DBE as DBE
 from fewer.methods.dense import Dense as Dense
 from fewer.methods.ditto import Ditto as Ditto
@@ -48,6 +49,8 @@ from fewer.methods.fedensemble import FedEnsemble as FedEnsemble
 from fewer.methods.fedfsl import FedFSL as FedFSL
 from fewer.methods.fedgen import FedGen as FedGen
 from fewer.methods.fedmeta import FedMeta as FedMeta
+from fewer.methods.fedmeta_baselines import FedBABUMeta as FedBABUMeta
+from fewer.methods.fedmeta_baselines import KNNPerMeta as KNNPerMeta
 from fewer.methods.fedmk import FedMK as FedMK
 from fewer.methods.fedmk_avg import FedMKAvg as FedMKAvg
 from fewer.methods.fedmk_paper import FedMKPaper as FedMKPaper
@@ -60,6 +63,7 @@ from fewer.methods.fedprox import FedProx as FedProx
 from fewer.methods.fedrep import FedRep as FedRep
 from fewer.methods.fedrod import FedROD as FedROD
 from fewer.methods.fedseq import FedSeq as FedSeq
+from fewer.methods.fl_base import FLBase as FLBase
 from fewer.methods.fl_maml import FLMAML as FLMAML
 from fewer.methods.fl_maml import LocalMAML as LocalMAML
 from fewer.methods.fl_proto import FLProto as FLProto

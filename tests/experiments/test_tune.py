@@ -85,6 +85,24 @@ def test_only_the_listed_options_are_tuned(digits: Data, monkeypatch: pytest.Mon
         tune_experiment(experiment, 5, options=["lt"])
 
 
+def test_trials_can_be_shorter_than_the_run(digits: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def run_trial(experiment: Any, *_: Any) -> Any:
+        lengths.append(experiment.method.rounds)
+        return SimpleNamespace(value=experiment.method.lr, metrics={"groups": [0.5, 0.6]})
+
+    monkeypatch.setattr(sys.modules[tune_experiment.__module__], "run_experiment", run_trial)
+    experiment = build_experiment(parse_settings({"method": "fedavg"}), FedAvg(rounds=9), digits)
+    best, trials = tune_experiment(experiment, 3, tmp_path / "trials.json", rounds=2)
+    assert lengths == [2, 2, 2] and best.method.rounds == 9
+    assert best.method.lr == max(trial.settings["lr"] for trial in trials)  # type: ignore[attr-defined]
+    with pytest.raises(RunError, match=r"trials.json belongs to another task"):
+        tune_experiment(experiment, 3, tmp_path / "trials.json", rounds=4)
+    tune_experiment(experiment, 1, rounds=20)
+    assert lengths[3:] == [9]  # never longer than the run
+
+
 def objective(optimum: Point, evaluated: list[Point]) -> Callable[[Point], float]:
     def evaluate(point: Point) -> float:
         evaluated.append(point)

@@ -48,7 +48,10 @@ EXACT = {
     "dp-fedmk": {SCORE, ("send_statistics", "counts")},
     "fedmk-paper": {SCORE, ("condense", "model")},
     "fedmk-avg": {SCORE, ("condense", "model"), ("local_train", "model")},
-    **{name: {ANSWER_QUERIES} for name in ("fedavg-meta", "reptile", "per-fedavg", "alone")},
+    **{
+        name: {ANSWER_QUERIES}
+        for name in ("fedavg-meta", "fedbabu-meta", "knn-per-meta", "reptile", "per-fedavg", "alone")
+    },
     "fedmeta": {ANSWER_QUERIES, ("local_train", "buffers")},
     "frl-deploy": {SCORE},
     "metafed, fedbn": {("send_model", "shared")},

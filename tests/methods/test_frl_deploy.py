@@ -89,7 +89,9 @@ def test_prototypes_for_prediction_are_sent_in_evaluated_rounds_only(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("kind", "head"), [(FRL, "linear"), (FRLMetaHead, "linear"), (FRL, "distance"), (FRL, "gpal")], ids=str
+    ("kind", "head"),
+    [(FRL, "linear"), (FRLMetaHead, "linear"), *((FRL, head) for head in ("distance", "gpal", "fedncm", "fedcof"))],
+    ids=str,
 )
 def test_deployment_gives_the_same_model_as_evaluation(kind: type[FRL], head: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"local_steps": 2, "temperature": 0.5, "weight_decay": 0.1}
@@ -118,13 +120,14 @@ def test_deployment_gives_the_same_model_as_evaluation(kind: type[FRL], head: An
     accuracy = float((net(x).argmax(1) == torch.from_numpy(UNSEEN[1])).float().mean())
     assert group.accuracy == pytest.approx(accuracy)
     warm, cold = (group.model(x)[:, :5], replace_temperature(group.model)(x)[:, :5])
-    assert torch.allclose(warm, cold if head == "linear" else 2 * cold)
+    assert torch.allclose(warm, 2 * cold if head in ("distance", "gpal") else cold)
 
 
 def replace_temperature(model: nn.Module) -> nn.Module:
     """The same group's model at temperature 1."""
     assert isinstance(model, GroupModel)
-    plain = GroupModel(model.net, model.get_buffer("classes"), model.get_buffer("means"), model.num_classes)
+    means, cosine = model.get_buffer("means"), model.cosine
+    plain = GroupModel(model.net, model.get_buffer("classes"), means, model.num_classes, cosine=cosine)
     return plain.eval()
 
 

@@ -13,16 +13,12 @@ from torch import nn
 import fewer
 from fewer.data.episodes import Episode
 from fewer.errors import SettingError
-from fewer.learning.group_model import GroupModel
-from fewer.learning.prototypes import class_prototypes
 from fewer.methods.fed3r import Fed3R
 from fewer.methods.fedavg_head import FedAvgHead
 from fewer.methods.fedcof import FedCOF
 from fewer.methods.fedncm import FedNCM
 from fewer.methods.fedpft import FedPFT
-from fewer.methods.few_rounds import GroupState
 from fewer.methods.fl_proto import FLProto
-from fewer.methods.frl_baselines import FRLScratch
 from fewer.methods.head_only import UNSEEN_BIAS, HeadOnly
 from fewer.runtime import stream
 from tests.helpers import Array
@@ -198,20 +194,6 @@ def test_fedavg_head_keeps_the_initial_weights_of_classes_without_samples() -> N
     initial = encoder_head_net().state_dict()
     assert torch.equal(result.state.model["head.weight"][2], initial["head.weight"][2])
     assert torch.equal(result.state.model["head.bias"][2], initial["head.bias"][2])
-
-
-@pytest.mark.parametrize("head", ["fedncm", "fedcof"])
-def test_heads_from_class_means_classify_for_groups_of_frl(head: Any) -> None:
-    result = run(head)
-    parts = [class_prototypes(torch.as_tensor(z), torch.as_tensor(y)) for z, y in zip(Z, Y, strict=True)]
-    updates = [{"model": {}, "size": len(y), **part._asdict()} for part, y in zip(parts, Y, strict=True)]
-    nothing = torch.zeros(0, dtype=torch.int64)
-    group = FRLScratch(head=head).aggregate(GroupState({}, nothing, torch.zeros(0, 4), 3), updates)
-    assert np.allclose(group.means, result.state.head["head.weight"], atol=1e-5)
-    x = torch.as_tensor(np.concatenate([x for x, _ in PAIRS]))
-    with torch.no_grad():
-        scores = GroupModel(encoder_head_net().double(), group.classes, group.means, 3)(x.double())
-        assert torch.equal(scores.argmax(1), result.model(x).argmax(1))
 
 
 def test_a_head_from_class_means_classifies_in_tasks_of_f2l() -> None:

@@ -52,6 +52,20 @@ def test_each_federation_sends_to_the_next(tmp_path: Path) -> None:
         assert entry.bytes == len(sealed) == header_end + 32 + len(blob) + 16  # header, fresh key, message, tag
 
 
+def test_a_seed_shuffles_the_ring_for_all_rounds(tmp_path: Path) -> None:
+    orders = set()
+    for ring_seed in range(6):
+        harness = make_harness(
+            MetaFed(rounds=2, local_steps=1, ring_seed=ring_seed), linear(), tmp_path / str(ring_seed)
+        )
+        harness.rounds(2)
+        order = [receiver for _, receiver in harness.hops]
+        assert order[:4] == order[4:] and sorted(order[:4]) == [0, 1, 2, 3]
+        assert [sender for sender, _ in harness.hops] == [None, *order[:-1]]
+        orders.add(tuple(order[:4]))
+    assert len(orders) > 2
+
+
 class Without(MetaFed):
     """A ring without one federation."""
 

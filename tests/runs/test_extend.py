@@ -63,7 +63,7 @@ def test_an_extended_run_equals_an_unbroken_one(method: str, tmp_path: Path) -> 
         run_method("frl-scratch", tmp_path / "prepared", **FRL_SETTINGS)
         settings = {"method_options": {"prepared": str(tmp_path / "prepared")}}
     first = settings.pop("rounds", 2 if method in (*FEW_SHOT_METHODS, "alone") else 1)  # alone sends nothing in a round
-    more = first + (4 if method.startswith("frl") else 1)
+    more = first + (4 if method.startswith(("frl", "coprefl")) else 1)
     run_method(method, tmp_path / "unbroken", more, **settings)
     run_method(method, tmp_path / "extended", first, **settings)
     result = fewer.resume(tmp_path / "extended", rounds=more)

@@ -265,6 +265,8 @@ class SeedRunner:
     """Counts the operations of the first seed."""
     total: int = 0
     """Number of runs of all methods, if labels shall count them."""
+    trial_rounds: int | None = None
+    """Rounds of a trial, if trials shall be shorter than runs."""
     paths: list[Path] = field(default_factory=list, init=False)
     """The run directories so far."""
     _started: int = field(default=0, init=False)
@@ -301,7 +303,7 @@ class SeedRunner:
         file = self.out and self.out / f"{stem}-trials.json"
         if self.trials and tuned:
             how: dict[str, Any] = {"label": f"{self.title} {label}".strip(), "measure": self.measure}
-            how["options"] = None if isinstance(tuned, bool) else tuned
+            how |= {"options": None if isinstance(tuned, bool) else tuned, "rounds": self.trial_rounds}
             experiment, done = tune_experiment(experiment, self.trials, file, self.callbacks, **how)
         while True:
             started, tuned_method = self._started, None if method is None else experiment.method

@@ -32,7 +32,7 @@ MEASURES = {"samples": pooled_value, "clients": mean_client_value}
 """How a recipe averages accuracy (`mean`)."""
 RECIPE_FILE = "recipe.json"
 """A file next to the runs of a recipe. It maps each run to its row and column, and holds the paper's values."""
-_QUICK_FIELDS = ("seeds", "trials", "by_round", "study")
+_QUICK_FIELDS = ("seeds", "trials", "trial_rounds", "by_round", "study")
 """Fields of the recipe itself that `--quick` may change."""
 
 
@@ -81,9 +81,11 @@ class Recipe(BaseModel):
     paper: str
     seeds: PositiveInt = 3
     trials: PositiveInt = TRIALS
+    trial_rounds: PositiveInt | None = None
+    """Rounds of a trial, if trials shall be shorter than runs."""
     settings: dict[str, Any]
     quick: dict[str, Any] = {}
-    """What `--quick` changes: settings, seeds, trials, by_round and study options."""
+    """What `--quick` changes: settings, seeds, trials, trial_rounds, by_round and study options."""
     by_round: bool | list[PositiveInt] = False
     """Adds a table of the accuracy after each round, or after the listed rounds."""
     figure: Literal["rounds", "megabytes", "rounds and megabytes", "columns", "heatmap"] | None = None
@@ -187,7 +189,7 @@ def reproduce(
             continue
         folder, measure = out / slugify(column.name), MEASURES[recipe.mean]
         runner = SeedRunner(recipe.seeds, recipe.trials, folder, callbacks, measure, track, title=column.name)
-        runner.count_flops = True
+        runner.count_flops, runner.trial_rounds = True, recipe.trial_rounds
         for row, settings in zip(recipe.row, row_settings(column, recipe, quick), strict=True):
             if (row.name, column.name) in kept:
                 cells.append(kept[row.name, column.name])
@@ -403,7 +405,7 @@ def render_markdown(
     tuned = [cell for cell in cells if cell.ours.trials]
     if tuned:
         lines += ["", "Chosen settings of tuned rows: " + "; ".join(_format_chosen(cell) for cell in tuned) + "."]
-        lines += _render_trials(tuned)
+        lines += _render_trials(recipe, tuned)
     hashes = ", ".join(f"{cell.row} {cell.column} `{cell.ours.hash}`" for cell in cells)
     seeds = f"seeds {first.seeds[0]} … {first.seeds[-1]}" if several_seeds else f"seed {first.seeds[0]}"
     lines += ["", f"Made by `{command}`, {seeds}, on {machine or describe_machine()}."]
@@ -556,7 +558,7 @@ def _format_costs(cells: list[Cell]) -> list[str]:
     return [format_number(statistics.fmean(values)) for values in costs]
 
 
-def _render_trials(tuned: Sequence[Cell]) -> list[str]:
+def _render_trials(recipe: Recipe, tuned: Sequence[Cell]) -> list[str]:
     """Renders the spread of the trials of each tuned row, and the settings that ended at the edge of their range."""
     rows, at_edge = [], []
     for cell in tuned:
@@ -577,7 +579,8 @@ def _render_trials(tuned: Sequence[Cell]) -> list[str]:
     titles = ("method", "column", "trials", "worst", "median", "best ± 95 % CI", "diverged")
     edge = "; ".join(at_edge) or "none"
     note = f"Best value at the edge of those tried, so that a better one may lie beyond: {edge}."
-    return ["", "Trials on held-out data, accuracy in %:", "", *_render_table(titles, rows), "", note]
+    length = f", after {recipe.trial_rounds} rounds" if recipe.trial_rounds else ""
+    return ["", f"Trials on held-out data{length}, accuracy in %:", "", *_render_table(titles, rows), "", note]
 
 
 def _format_chosen(cell: Cell) -> str:

@@ -103,12 +103,13 @@ def tune_experiment(
     measure: Callable[[Result], float] = pooled_value,
     options: Sequence[str] | None = None,
     label: str = "",
+    rounds: int | None = None,
 ) -> tuple[Experiment, list[Trial]]:
     """Runs exactly `trials` trials; returns the experiment with the best settings, and all trials.
 
     `trials_file` stores finished trials, so an interrupted search resumes where it stopped. `options` are those to
     tune, by default all that the method tunes. `label` names the experiment in progress displays; by default, it is
-    the method's name.
+    the method's name. `rounds` shortens the trials of a long experiment.
     """
     search_space = find_search_space(experiment.method)
     if options is not None:
@@ -119,6 +120,9 @@ def tune_experiment(
         return experiment, []
     tuning_experiment, metric = _hold_out(experiment), experiment.metric
     task = " ".join([experiment.hash, experiment.data.fingerprint(), *(options or ())])
+    if rounds is not None and rounds < experiment.method.rounds:
+        shorter = type(experiment.method)(**{**tuning_experiment.method.model_dump(), "rounds": rounds})
+        tuning_experiment, task = replace(tuning_experiment, method=shorter), f"{task} {rounds} rounds"
     done = _load_trials(trials_file, task) if trials_file and trials_file.exists() else []
     accuracies = {_point_key(trial.settings): trial.accuracy for trial in done}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fewer.data import Samples
 from fewer.errors import DataError
@@ -27,24 +28,32 @@ def use_batch_statistics(net: nn.Module) -> None:
 
 
 @torch.no_grad()
-def compute_prototypes(net: nn.Module, samples: Samples) -> Prototypes:
-    """Line 9: the prototypes of samples, without gradient."""
+def compute_prototypes(net: nn.Module, samples: Samples, labels: Tensor | None = None) -> Prototypes:
+    """Line 9: the prototypes of samples, without gradient. `labels` replaces the labels of the samples."""
     use_batch_statistics(net)
     chunks = [(compute_features(net, x), y) for x, y in samples.chunks(EVAL_BATCH_SIZE)]
-    return class_prototypes(torch.cat([features for features, _ in chunks]), torch.cat([y for _, y in chunks]))
+    features, own = (torch.cat(part) for part in zip(*chunks, strict=True))
+    return class_prototypes(features, own if labels is None else labels)
 
 
 class GroupModel(nn.Module):
     """A group's model (Section 2.3): it predicts by distance to Γ, or by the linear head if Γ has width 0.
 
-    Classes that no client of the group holds get the score −∞. `temperature` divides squared distances.
+    Classes that no client of the group holds get the score −∞. `temperature` divides squared distances. With `cosine`,
+    the score is the product of the features and the normalized Γ instead.
     """
 
     def __init__(
-        self, net: nn.Module, classes: Tensor, means: Tensor, num_classes: int, temperature: float = 1.0
+        self,
+        net: nn.Module,
+        classes: Tensor,
+        means: Tensor,
+        num_classes: int,
+        temperature: float = 1.0,
+        cosine: bool = False,
     ) -> None:
         super().__init__()
-        self.net, self.num_classes, self.temperature = net, num_classes, temperature
+        self.net, self.num_classes, self.temperature, self.cosine = net, num_classes, temperature, cosine
         self.register_buffer("classes", classes)
         self.register_buffer("means", means)
 
@@ -64,7 +73,9 @@ class GroupModel(nn.Module):
             if len(x) > 1:
                 raise
             raise DataError("batch norm needs at least two samples to predict; prepare with --norm group") from error
-        if means.shape[1]:
+        if means.shape[1] and self.cosine:
+            logits = features @ F.normalize(means).T
+        elif means.shape[1]:
             logits = prototype_logits(features, means) / self.temperature
         else:
             logits = split_net(self.net)[1](features)[:, classes]

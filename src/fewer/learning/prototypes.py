@@ -92,3 +92,39 @@ def bound_rows(rows: Tensor) -> Tensor:
         return rows
     factors: Tensor = (longest / norms).clamp(max=1)
     return (rows.double() * factors[:, None]).to(rows.dtype)
+
+
+def split_classes(labels: Tensor, subsets: int, generator: torch.Generator) -> Tensor:
+    """Splits the samples of each class into random subsets: label × `subsets` + subset, for each sample.
+
+    The subsets of a class differ by at most one sample in size.
+    """
+    order = torch.randperm(len(labels), generator=generator).to(labels.device)
+    subset = torch.zeros_like(labels)
+    for label in labels.unique():  # type: ignore[no-untyped-call]
+        members = order[labels[order] == label]
+        subset[members] = torch.arange(len(members), device=labels.device) % subsets
+    return labels * subsets + subset
+
+
+def discriminant_weights(classes: Tensor, means: Tensor, counts: Tensor, number: int, shrinkage: float) -> Tensor:
+    """The linear head of FedCOF (fedcof.py) for `number` classes, from class means μ_kc of clients, one per row.
+
+    W = G⁻¹ B with each class's weights divided by their norm; G is the scatter within classes, plus γ I and N μ μᵀ.
+    """
+    n_k, means = counts.double(), means.double()
+    zeros, width = n_k.new_zeros(number), means.shape[1]
+    total = zeros.index_add(0, classes, n_k)  # N_c
+    holders = zeros.index_add(0, classes, torch.ones_like(n_k))  # K_c
+    class_sums = means.new_zeros(number, width).index_add(0, classes, means * n_k[:, None])  # N_c μ_c
+    mu = class_sums / total.clamp(min=1)[:, None]
+    samples = (total - 1).clamp(min=0)
+    factor = (samples / (holders - 1).clamp(min=1)).where(holders > 1, 0.0)  # (N_c − 1) / (K_c − 1)
+    deviations = (means - mu[classes]) * (n_k * factor[classes]).sqrt()[:, None]
+    scatter = deviations.T @ deviations  # within classes, without γ
+    gamma = shrinkage * float(scatter.trace() / width)
+    identity = torch.eye(width, dtype=scatter.dtype, device=scatter.device)
+    mean = class_sums.sum(0) / total.sum()  # μ
+    g = scatter + (gamma or 1.0) * identity + total.sum() * torch.outer(mean, mean)
+    weights: Tensor = torch.linalg.solve(g, class_sums.T).T
+    return F.normalize(weights)

@@ -27,8 +27,8 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
-from torch.nn import functional as F
 
+from fewer.learning.prototypes import discriminant_weights, split_classes
 from fewer.methods import Client, SearchSpace
 from fewer.methods.head_only import HEAD_WEIGHT, Head, HeadOnly, class_rows, merge_rows, row_schema
 from fewer.models import Weights
@@ -57,19 +57,8 @@ class FedCOF(HeadOnly):
 
     def summarize(self, features: Tensor, labels: Tensor, client: Client) -> Weights:
         """μ_kc and n_kc: the mean features of each class, or of each of its subsets, and the number of samples."""
-        subset = self._draw_subsets(labels, client.stream("subsets"))
-        groups = labels * self.subsets + subset  # one number per class and subset
-        rows = class_rows(features, groups)
+        rows = class_rows(features, split_classes(labels, self.subsets, client.stream("subsets")))
         return {**rows, "classes": rows["classes"].div(self.subsets, rounding_mode="floor")}
-
-    def _draw_subsets(self, labels: Tensor, stream: torch.Generator) -> Tensor:
-        """A subset for each sample. The subsets of a class differ by at most one sample in size."""
-        order = torch.randperm(len(labels), generator=stream).to(labels.device)
-        subset = torch.zeros_like(labels)
-        for label in labels.unique():  # type: ignore[no-untyped-call]
-            members = order[labels[order] == label]
-            subset[members] = torch.arange(len(members), device=labels.device) % self.subsets
-        return subset
 
     def merge(self, parts: Sequence[Mapping[str, Tensor]]) -> Weights:
         """All class means of all clients."""
@@ -77,27 +66,7 @@ class FedCOF(HeadOnly):
 
     def fit_head(self, statistics: Weights, head: Weights, clients: Clients) -> Head:
         """W = G⁻¹ B, normalized"""
-        number = len(head[HEAD_WEIGHT])
-        seen = torch.isin(torch.arange(number, device=statistics["classes"].device), statistics["classes"])
-        weight = covariance_head(statistics, number, self.shrinkage)
-        return Head(weight, torch.zeros_like(weight[:, 0]), seen)
-
-
-def covariance_head(rows: Mapping[str, Tensor], number: int, shrinkage: float) -> Tensor:
-    """The normalized rows of W for `number` classes, from rows of class means and counts."""
-    classes, n_k, means = rows["classes"], rows["counts"].double(), rows["means"].double()
-    width = means.shape[1]
-    zeros = n_k.new_zeros(number)
-    total = zeros.index_add(0, classes, n_k)  # N_c
-    holders = zeros.index_add(0, classes, torch.ones_like(n_k))  # K_c
-    class_sums = means.new_zeros(number, width).index_add(0, classes, means * n_k[:, None])  # N_c μ_c
-    mu = class_sums / total.clamp(min=1)[:, None]
-    samples = (total - 1).clamp(min=0)
-    factor = (samples / (holders - 1).clamp(min=1)).where(holders > 1, 0.0)  # (N_c − 1) / (K_c − 1)
-    deviations = (means - mu[classes]) * (n_k * factor[classes]).sqrt()[:, None]
-    scatter = deviations.T @ deviations  # within classes, without γ
-    gamma = shrinkage * float(scatter.trace() / width)
-    identity = torch.eye(width, dtype=scatter.dtype, device=scatter.device)
-    mean = class_sums.sum(0) / total.sum()  # μ
-    g = scatter + (gamma or 1.0) * identity + total.sum() * torch.outer(mean, mean)
-    return F.normalize(torch.linalg.solve(g, class_sums.T).T)
+        classes, number = statistics["classes"], len(head[HEAD_WEIGHT])
+        weight = discriminant_weights(classes, statistics["means"], statistics["counts"], number, self.shrinkage)
+        seen = torch.isin(torch.arange(number, device=classes.device), classes)
+        return Head(weight, weight.new_zeros(number), seen)

@@ -24,11 +24,19 @@ from fewer.learning.aggregate import combine
 from fewer.learning.augment import random_crop
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
 from fewer.learning.group_model import GroupModel, compute_features, compute_prototypes
-from fewer.learning.prototypes import Prototypes, class_positions, class_prototypes, distance_loss, merge_prototypes
+from fewer.learning.prototypes import (
+    Prototypes,
+    class_positions,
+    class_prototypes,
+    discriminant_weights,
+    distance_loss,
+    merge_prototypes,
+    split_classes,
+)
 from fewer.learning.sgd import LocalOptimizer, epoch_batches
 from fewer.methods import MAX_SAMPLES, Client, Context, Group, Method, Needs, SearchSpace, State, StateT
 from fewer.methods.fedavg import average_by_size, train_models
-from fewer.methods.head_prototypes import head_prototypes
+from fewer.methods.head_only import Head, initial_head, merge_rows, write_head
 from fewer.methods.private_prototypes import private_prototypes
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.models.split import feature_width
@@ -39,11 +47,16 @@ HEAD = "head."
 """Prefix of the names of a head's weights."""
 GlobalPrototypes = tuple[Tensor, Tensor]
 """Classes and their global prototypes Γ. With a linear head: the classes of the group, and prototypes of width 0."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
 AnyGroup = TypeVar("AnyGroup", bound="GroupState")
 LRS = 0.001, 0.003, 0.01
 """Learning rates (α) to tune over with prototypes at temperature 1. A linear head uses ten times these."""
 GAMMAS = 0.5, 5 / 6
 """Weights of the local loss (γ) to tune over with GPAL."""
+SHRINKAGES = 0.1, 1.0, 10.0
+"""Relative variances that FedCOF adds, to tune over."""
+GPAL_HEADS = "gpal", "fedncm", "fedcof"
+"""Heads whose clients learn from global prototypes, from the second round on."""
 HELD_OUT_FRACTION = 0.2
 """One-shot FL: fraction of its support set on which a client evaluates its own model."""
 
@@ -77,7 +90,7 @@ class FewRounds(Method[StateT]):
 
     head: Literal["linear", "distance", "gpal", "fedncm", "fedcof"] = "gpal"
     """Classify by a linear layer, by distance to prototypes, or by distance with GPAL. `fedncm` and `fedcof` train as
-    `distance` does; the group then classifies by the head of this method."""
+    `gpal` does (`gamma` = 1: as `distance`). They classify by the cosine to prototypes, or by FedCOF's linear head."""
     lr: PositiveFloat = 0.003
     """Learning rate of local training (α). A linear head needs a larger one."""
     epochs: PositiveInt = 1
@@ -93,10 +106,14 @@ class FewRounds(Method[StateT]):
     """Train on random crops of images with a border of this many pixels. The authors ran 3."""
     temperature: PositiveFloat = Field(default=1.0, json_schema_extra=NEUTRAL)
     """Divides the squared distances in the softmax over prototypes."""
-    gamma: Annotated[float, Field(ge=0, le=1)] = 5 / 6
+    gamma: Fraction = 5 / 6
     """GPAL: weight of the local loss (γ). The loss by global prototypes has weight 1 − γ."""
     prototypes_from: Literal["before", "after"] = "before"
     """Upload the prototypes from before local training (Algorithm 1) or after it."""
+    shrinkage: PositiveFloat = Field(default=1.0, json_schema_extra=NEUTRAL)
+    """`head` = fedcof: variance added to each feature, relative to the mean variance within classes."""
+    subsets: PositiveInt = Field(default=1, json_schema_extra=NEUTRAL)
+    """Random subsets of a client's samples of a class whose means are uploaded. More help FedCOF if clients are few."""
     keep_best: PositiveInt | None = None
     """One-shot FL: average at most this many models, those best on samples their clients held out."""
 
@@ -105,8 +122,10 @@ class FewRounds(Method[StateT]):
         search_space: dict[str, Sequence[float]] = dict(self.tunable)
         # A temperature divides gradients, so it multiplies learning rates.
         search_space["lr"] = tuple((10 if self.head == "linear" else self.temperature) * lr for lr in LRS)
-        if self.head == "gpal":
+        if self.head in GPAL_HEADS:
             search_space["gamma"] = GAMMAS
+        if self.head == "fedcof":
+            search_space["shrinkage"] = SHRINKAGES
         return search_space
 
     # The server.
@@ -115,6 +134,8 @@ class FewRounds(Method[StateT]):
         """The state of a group before it starts."""
         if self.crop and len(task.shape) != 3:
             raise SettingError(f"crop = {self.crop} needs images, but inputs have shape {task.shape}")
+        if self.head == "fedcof":
+            initial_head(task, seed=0)  # fails early if the head is not one linear layer
         classes = torch.zeros(0, dtype=torch.int64, device=task.device)
         width = 0 if self.head == "linear" else feature_width(task)
         return GroupState({}, classes, torch.zeros(0, width, device=task.device), task.classes)
@@ -136,8 +157,9 @@ class FewRounds(Method[StateT]):
         fields: dict[str, Any] = {"upload": self.uploads_prototypes(last), **self.prototype_payload(group)}
         extra: dict[str, Any] = {}
         if fields["upload"]:
-            means_schema = Shaped((per_class_schema.shape[0], group.means.shape[1]))
-            extra |= {"classes": per_class_schema, "means": means_schema, "counts": per_class_schema}
+            rows = range(1, self.subsets * group.num_classes + 1)
+            per_row = Shaped((rows,), torch.int64)
+            extra |= {"classes": per_row, "means": Shaped((rows, group.means.shape[1])), "counts": per_row}
         if self.keep_best is not None:
             extra["score"] = Number(float, 0, 1)
         answers = train_models(clients, cohort, self.local_train, group.model, extra, **fields)
@@ -145,19 +167,21 @@ class FewRounds(Method[StateT]):
             group = replace(group, model=average_by_size(answers), rounds_done=group.rounds_done + 1)
             if not fields["upload"]:
                 return group
+            if self.head == "fedcof":
+                raise SettingError("head = fedcof needs the class means of each client; with dp, use head = fedncm")
             classes, means, _ = private_prototypes(answers, group.num_classes, group.means.shape[1])
             return replace(group, classes=classes, means=means)
-        valid = valid_answers(answers, clients, group.num_classes, "local_train")
+        valid = valid_answers(answers, clients, group.num_classes, "local_train", repeated=self.subsets > 1)
         return self.aggregate(group, [answer.fields for answer in valid], answers.aggregation)
 
     def prototype_payload(self, group: GroupState) -> dict[str, Tensor]:
         """Line 7: Γ, if clients download it in this round (with a linear head: the group's classes)."""
-        downloads = self.head == "linear" or (self.head == "gpal" and group.rounds_done > 0)
+        downloads = self.head == "linear" or (self.head in GPAL_HEADS and group.rounds_done > 0)
         return {"classes": group.classes, "means": group.means} if downloads else {}
 
     def uploads_prototypes(self, last: bool) -> bool:
-        """True if clients upload prototypes: always with GPAL, otherwise in the last round to predict with."""
-        return self.head == "gpal" or (self.head != "linear" and last)
+        """True if clients upload prototypes: always with GPAL, with `distance` in the last round to predict with."""
+        return self.head in GPAL_HEADS or (self.head == "distance" and last)
 
     def aggregate(
         self,
@@ -175,9 +199,19 @@ class FewRounds(Method[StateT]):
             return group
         local = [Prototypes(update["classes"], update["means"], update["counts"]) for update in updates]
         classes, means, _ = merge_prototypes(local, aggregation)
-        if self.head in ("fedncm", "fedcof"):
-            means = head_prototypes(self.head, local)
         return replace(group, classes=classes, means=means)
+
+    def fit_head(self, weights: Weights, updates: Sequence[Mapping[str, Any]], num_classes: int) -> Weights:
+        """The weights with FedCOF's linear head, from the class means that the clients uploaded."""
+        rows = merge_rows([{name: update[name] for name in Prototypes._fields} for update in updates])
+        discriminant = discriminant_weights(rows["classes"], rows["means"], rows["counts"], num_classes, self.shrinkage)
+        seen = torch.isin(torch.arange(num_classes, device=discriminant.device), rows["classes"])
+        return write_head(weights, Head(discriminant, torch.zeros_like(discriminant[:, 0]), seen))
+
+    def group_predictor(self, net: nn.Module, classes: Tensor, means: Tensor, num_classes: int) -> GroupModel:
+        """The group's model, which classifies by its `head`."""
+        means = means[:, :0] if self.head == "fedcof" else means  # by the net's linear head
+        return GroupModel(net, classes, means, num_classes, self.temperature, cosine=self.head == "fedncm")
 
     def sent_weights(self, model: Weights) -> Weights:
         """The weights that are sent: all but an unused head."""
@@ -227,16 +261,24 @@ class FewRounds(Method[StateT]):
             return value
 
         partial = self.crop > 0 or (self.batch_size is not None and self.batch_size < len(support))
-        if upload and self.prototypes_from == "before" and partial:
-            before.append(compute_prototypes(net, support))  # otherwise, the first step computes them anyway
+        if upload and self.prototypes_from == "before" and (partial or self.subsets > 1):
+            before.append(self.upload_prototypes(net, support, generator))  # otherwise, the first step computes them
         sgd(net, self.training_batches(support, generator), self.lr, loss=loss, optimizer=self.local_optimizer())
         update: dict[str, Any] = {"model": self.sent_weights(get_weights(net)), "size": len(support)}
         if upload:
-            local = before[0] if self.prototypes_from == "before" else compute_prototypes(net, support)
-            update |= local._asdict()
+            after = self.prototypes_from == "after"
+            update |= (self.upload_prototypes(net, support, generator) if after else before[0])._asdict()
         if self.keep_best is not None:
             update["score"] = self.held_out_accuracy(net, support, held_out, global_prototypes)
         return update
+
+    def upload_prototypes(self, net: nn.Module, support: Samples, generator: torch.Generator) -> Prototypes:
+        """Γ_k: the mean features of each class of the support set, or of `subsets` random subsets of each."""
+        if self.subsets == 1:
+            return compute_prototypes(net, support)
+        labels = split_classes(support.labels, self.subsets, generator)
+        rows, means, counts = compute_prototypes(net, support, labels)
+        return Prototypes(rows.div(self.subsets, rounding_mode="floor"), means, counts)
 
     def training_batches(
         self, samples: Samples, generator: torch.Generator, steps: int | None = None
@@ -289,10 +331,12 @@ class FewRounds(Method[StateT]):
         return evaluate_net(group_model, held_out.chunks(EVAL_BATCH_SIZE)).accuracy
 
 
-def valid_answers(answers: Sequence[Answer], clients: Clients, num_classes: int, handler: str) -> list[Answer]:
+def valid_answers(
+    answers: Sequence[Answer], clients: Clients, num_classes: int, handler: str, repeated: bool = False
+) -> list[Answer]:
     """The answers with valid classes and one prototype for each; the others count as refused.
 
-    Valid classes are in ascending order, without duplicates, from 0 to `num_classes` − 1.
+    Valid classes are in ascending order, from 0 to `num_classes` − 1, without duplicates unless `repeated`.
     """
     valid = []
     for answer in answers:
@@ -300,7 +344,9 @@ def valid_answers(answers: Sequence[Answer], clients: Clients, num_classes: int,
             classes = answer["classes"]
             lengths = {len(answer[name]) for name in ("classes", "means", "counts") if name in answer.fields}
             counts = answer.fields.get("counts", classes.new_ones(1))
-            ascending = bool((classes.diff() > 0).all() and classes[0] >= 0 and classes[-1] < num_classes)
+            ascending = bool(
+                (classes.diff() >= (0 if repeated else 1)).all() and classes[0] >= 0 and classes[-1] < num_classes
+            )
             if len(lengths) > 1 or not ascending or int(counts.min()) < 1 or int(counts.max()) > MAX_SAMPLES:
                 clients.on_absent(Absent(answer.client, "refused", "invalid classes or prototypes"), handler)
                 continue

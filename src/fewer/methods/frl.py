@@ -51,8 +51,8 @@ from fewer.data.episodes import split_support_query
 from fewer.errors import SettingError
 from fewer.learning.adam import adam_step
 from fewer.learning.adapt import trainable_weights
-from fewer.learning.group_model import GroupModel, compute_features, use_batch_statistics
-from fewer.learning.prototypes import Prototypes
+from fewer.learning.group_model import compute_features, use_batch_statistics
+from fewer.learning.prototypes import Prototypes, merge_prototypes
 from fewer.methods import MAX_SAMPLES, Client, Context, Scores, SearchSpace, Server, StateT
 from fewer.methods.capabilities import Artifact, Embedding
 from fewer.methods.fedavg import average_field
@@ -76,7 +76,7 @@ class PreparingMethod(EvaluatedOnGroups[StateT], FewRounds[StateT]):
     def group_model(self, server: Server, model: Weights, supports: Sequence[Samples], number: int) -> nn.Module:
         """The model of a group after its rounds (Section 2.3)."""
         net, group = self.simulate_group(server, model, supports, number, self.deploy_rounds or self.group_rounds)
-        return GroupModel(net, group.classes, group.means, group.num_classes, self.temperature)
+        return self.group_predictor(net, group.classes, group.means, group.num_classes)
 
     def simulate_group(
         self, server: Server, model: Weights, supports: Sequence[Samples], number: int, rounds: int
@@ -86,6 +86,7 @@ class PreparingMethod(EvaluatedOnGroups[StateT], FewRounds[StateT]):
         if self.head == "linear":
             group = replace(group, classes=torch.unique(torch.cat([support.labels for support in supports])))
         net, initial = self.build_net(server, group.model), server.task.initial_weights(server.seed)
+        updates: list[dict[str, Any]] = []
         for round in range(1, rounds + 1):
             global_prototypes = pair_prototypes(**self.prototype_payload(group))
             upload = self.uploads_prototypes(last=round == rounds)
@@ -95,7 +96,10 @@ class PreparingMethod(EvaluatedOnGroups[StateT], FewRounds[StateT]):
                 generator = stream(server.seed, "group", number, round, member)
                 updates.append(self.fit_support(net, support, global_prototypes, upload, generator))
             group = self.aggregate(group, updates)
-        load_weights(net, {**initial, **group.model})
+        final = {**initial, **group.model}
+        if self.head == "fedcof" and rounds:
+            final = self.fit_head(final, updates, group.num_classes)
+        load_weights(net, final)
         return net, group
 
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
@@ -243,6 +247,8 @@ class FRL(PreparingMethod[FRLState]):
         update = super().local_train(client, model, upload or store, classes, means)
         if store:
             tensors = [update["classes"], update["means"], update["counts"]]
+            if self.subsets > 1:
+                tensors = list(merge_prototypes([Prototypes(*tensors)]))
             client.store.put("prototypes", {"episode": self.episode_index(client), "prototypes": tensors})
         return {name: value for name, value in update.items() if upload or name not in Prototypes._fields}
 

@@ -23,6 +23,7 @@ Departures:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -31,6 +32,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fewer.data import Samples
 from fewer.data.episodes import split_support_query
 from fewer.errors import SettingError
 from fewer.learning import sgd
@@ -70,25 +72,31 @@ class Pretraining(PreparingMethod[StateT]):
     pretrain_lr: PositiveFloat = 0.1
     """Learning rate of local training in preparation."""
 
-    def pretrain_round(self, model: Weights, clients: Clients) -> Weights:
-        """One round of FedAvg."""
-        return average_by_size(train_models(clients, self.sample_cohort(clients), self.local_pretrain, model))
+    def pretrain_round(self, model: Weights, clients: Clients, cohort: Sequence[int] | None = None) -> Weights:
+        """One round of FedAvg, with a new cohort or the given one."""
+        cohort = self.sample_cohort(clients) if cohort is None else cohort
+        return average_by_size(train_models(clients, cohort, self.local_pretrain, model))
 
     @on_client(stream="prepare")
     def local_pretrain(self, client: Client, model: Weights) -> dict[str, Any]:
-        """Trains on all samples of the client."""
+        """Trains on the samples of the client."""
         net = client.net(model)
         self.fit(net, client)
         return {"model": get_weights(net), "size": len(client.train)}
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """Trains a classifier of all training classes for E epochs, in place. Subclasses override it."""
+        batches = self.training_batches(self.pretraining_samples(client), client.stream("batches"))
+        sgd(net, batches, self.pretrain_lr, loss=classifier_loss, optimizer=self.local_optimizer())
 
-        def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(split_net(net)[1](compute_features(net, x)), y)
+    def pretraining_samples(self, client: Client) -> Samples:
+        """The samples that a client pretrains on: by default all."""
+        return client.train
 
-        batches = self.training_batches(client.train, client.stream("batches"))
-        sgd(net, batches, self.pretrain_lr, loss=loss, optimizer=self.local_optimizer())
+
+def classifier_loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The cross-entropy of the net's own head, which classifies all training classes."""
+    return F.cross_entropy(split_net(net)[1](compute_features(net, x)), y)
 
 
 @METHODS.register("frl-fine-tuning")

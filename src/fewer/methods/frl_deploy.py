@@ -7,9 +7,10 @@ global prototypes. `fewer prepare` writes the prepared model, and `fewer deploy`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import PositiveInt
@@ -17,10 +18,9 @@ from torch import nn
 
 from fewer.data import Data
 from fewer.errors import SettingError
-from fewer.learning.group_model import GroupModel
 from fewer.methods import Context, SearchSpace, Server
 from fewer.methods.capabilities import Embedding
-from fewer.methods.few_rounds import HEAD, LRS, FewRounds, GroupState
+from fewer.methods.few_rounds import HEAD, LRS, AnyGroup, FewRounds, GroupState
 from fewer.models import Task, Weights, split_net
 from fewer.models.artifact import load_artifact, vocabulary_checksum
 from fewer.registry import METHODS
@@ -35,7 +35,7 @@ class DeployState(GroupState):
     """The state of a deployed group."""
 
     unused_head: Weights = field(default_factory=dict)
-    """The head of the net where the group predicts by distance; empty with a linear head."""
+    """The head of the net where the group predicts by distance, or FedCOF's head; empty with a linear head."""
 
     @property
     def shared(self) -> Weights:
@@ -81,6 +81,13 @@ class FRLDeploy(FewRounds[DeployState]):
         """One of the R rounds. An evaluation after it needs prototypes to predict with."""
         return self.group_round(state, self.sample_cohort(clients), clients, last=clients.will_evaluate)
 
+    def aggregate(self, group: AnyGroup, updates: Sequence[Mapping[str, Any]], *aggregation: Any) -> AnyGroup:
+        """Lines 13 and 14, and FedCOF's head."""
+        group = super().aggregate(group, updates, *aggregation)
+        if self.head == "fedcof" and isinstance(group, DeployState):
+            return replace(group, unused_head=self.fit_head(group.unused_head, updates, group.num_classes))
+        return group
+
     def sample_cohort(self, clients: Clients) -> list[int]:
         """All clients of the group, or `cohort` of them."""
         return list(range(len(clients))) if self.cohort is None else super().sample_cohort(clients)
@@ -88,8 +95,7 @@ class FRLDeploy(FewRounds[DeployState]):
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
         """The group's model, which predicts by Γ or by its linear head."""
         theta = {name: tensor for name, tensor in shared.items() if name not in (CLASSES, MEANS, NUM_CLASSES)}
-        num_classes = int(shared[NUM_CLASSES])
-        return GroupModel(context.net(theta), shared[CLASSES], shared[MEANS], num_classes, self.temperature)
+        return self.group_predictor(context.net(theta), shared[CLASSES], shared[MEANS], int(shared[NUM_CLASSES]))
 
     def embedding(
         self, server: Server, state: DeployState, data: Data, group: int = 0, member: int = 0

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewer.learning.prototypes import Prototypes, merge_prototypes
-from fewer.methods.fedcof import SHRINKAGE, covariance_head
+from fewer.learning.prototypes import Prototypes, discriminant_weights, merge_prototypes
+from fewer.methods.fedcof import SHRINKAGE
 from fewer.methods.head_only import merge_rows
 
 
@@ -23,4 +23,4 @@ def head_prototypes(head: str, parts: Sequence[Prototypes]) -> Tensor:
         return F.normalize(means)
     rows = merge_rows([part._asdict() for part in parts])
     positions = torch.searchsorted(classes, rows["classes"])
-    return covariance_head({**rows, "classes": positions}, len(classes), SHRINKAGE).to(means)
+    return discriminant_weights(positions, rows["means"], rows["counts"], len(classes), SHRINKAGE).to(means)

@@ -22,6 +22,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fewer.data import Samples
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
 from fewer.methods import Client, ModelState, Needs, PersonalMethod, SearchSpace
 from fewer.methods.fedavg import FedAvg
@@ -53,13 +54,17 @@ class KNNPer(PersonalMethod[ModelState], FedAvg):
 
     def personal_model(self, shared: Weights, client: Client) -> nn.Module:
         """The global model with the client's memory; without samples, the global model."""
-        net, samples = client.net(shared).eval(), client.data.train
-        if not len(samples):
-            return net
-        encoder, head = split_net(net)
-        with torch.no_grad():
-            features = torch.cat([encoder(x) for x, _ in samples.chunks(EVAL_BATCH_SIZE)])
-        return NearestNeighbors(encoder, head, features, samples.labels, self.weight, self.neighbors)
+        return remember(client.net(shared), client.data.train, self.weight, self.neighbors)
+
+
+def remember(net: nn.Module, samples: Samples, weight: float, neighbors: int) -> nn.Module:
+    """The net with a memory of these samples; without samples, the net."""
+    encoder, head = split_net(net.eval())
+    if not len(samples):
+        return net
+    with torch.no_grad():
+        features = torch.cat([encoder(x) for x, _ in samples.chunks(EVAL_BATCH_SIZE)])
+    return NearestNeighbors(encoder, head, features, samples.labels, weight, neighbors)
 
 
 class NearestNeighbors(nn.Module):

@@ -63,7 +63,7 @@ from fewer.methods.federation import (
 from fewer.methods.registry import find
 from fewer.models import Task, Weights, all_finite, norm_weight_names, split_net
 from fewer.registry import METHODS
-from fewer.runtime import Clients, Unable, on_client, on_ring
+from fewer.runtime import Clients, Unable, on_client, on_ring, stream
 from fewer.wire import Number, Refused
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -131,6 +131,8 @@ class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
     """Options of the inner method, in addition to those it shares with this one."""
     keep: Literal["last", "best"] = Field(default="best", json_schema_extra={"neutral": True})
     """The model that a federation uses: its last one, or its best one on its validation samples after any training."""
+    ring_seed: NonNegativeInt | None = Field(default=None, json_schema_extra={"neutral": True})
+    """Shuffles the order of the federations in the ring. [default: by number]"""
     sealed: bool = True
     """Encrypt models for the next federation, so that the relay cannot read them."""
 
@@ -180,8 +182,12 @@ class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
         return f"round {done} was Stage II, the last one" if self.stages == "both" and done == planned else ""
 
     def sample_cohort(self, clients: Clients) -> list[int]:
-        """All federations, or `cohort` of them, in ring order."""
-        return sorted(clients.sample(len(clients) if self.cohort is None else self.cohort))
+        """All federations, or `cohort` of them, in ring order: the same in all rounds."""
+        ring = sorted(clients.sample(len(clients) if self.cohort is None else self.cohort))
+        if self.ring_seed is None:
+            return ring
+        order = torch.randperm(len(clients), generator=stream(self.ring_seed, "ring")).tolist()
+        return sorted(ring, key=order.__getitem__)
 
     # --- federation i + 1 -------------------------------------------------------------------------------------
 
