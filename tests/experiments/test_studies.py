@@ -175,10 +175,11 @@ def test_a_recipe_can_study_near_copies_in_one_column(tmp_path: Path) -> None:
     """Condensed images are compared with real ones. A row whose clients send no images is left out."""
     file, runs = tmp_path / "small.toml", tmp_path / "runs"
     text = RECIPE.replace('"leakage"\nsteps = 2\nstarts = 1', '"copies"\nclients = 3')
-    text = text.replace("study = { steps = 1 }", "").replace("server_steps = 2", '"fedmk.min_samples" = 5')
+    text = text.replace("study = { steps = 1 }", "")
     file.write_text(text + '[[row]]\nname = "FedAvg"\nmethod = "fedavg"\n')
     output = call("reproduce", file, "--results", tmp_path, "--out", runs, "--column", "S = 2").stdout
-    study = json.loads((tmp_path / "small.json").read_text())["study"]
+    (page,) = tmp_path.glob("small*.json")
+    study = json.loads(page.read_text())["study"]
     assert list(study) == ["FedMK, S = 2"]
     (found,) = study["FedMK, S = 2"]
     expected = fewer.audit(runs / "s-2/fedmk-seed0", clients=3, steps=1, starts=1).metrics["copies"]
