@@ -151,8 +151,8 @@ def test_fedrod_balances_the_generic_head_and_adds_a_personal_one(tmp_path: Path
 # --- DBE --------------------------------------------------------------------------------------------------------
 
 
-def test_the_published_settings_of_dbe_are_the_defaults() -> None:
-    assert (DBE().kappa, DBE().mu) == (50, 1)
+def test_the_published_settings_of_dbe_are_among_those_tried() -> None:
+    assert 50 in DBE.tunable["kappa"] and DBE().mu == 1
 
 
 @pytest.mark.parametrize("mu", [1.0, 0.4])
