@@ -26,6 +26,7 @@ from fewer.methods import Method
 from fewer.methods.fedavg import FedAvg
 from fewer.methods.fedmk import FedMK
 from fewer.methods.fedmk_avg import FedMKAvg
+from fewer.runs.callbacks import Run
 from fewer.runs.engine import run_experiment
 from fewer.runs.experiment import build_experiment, parse_settings
 from fewer.runs.result import Result
@@ -290,6 +291,7 @@ def machines(directory: str | None) -> list[Measurement]:
 
     def bytes_per_round(run: Result) -> float:
         """Returns the bytes of a round, up and down, without evaluations."""
+        assert isinstance(run, Run)
         return sum(entry.bytes for entry in run.ledger.entries if entry.is_training) / len(run.history)
 
     def round_times(seconds: Sequence[float]) -> list[float]:

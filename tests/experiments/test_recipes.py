@@ -271,7 +271,7 @@ def test_a_recipe_draws_one_plot_by_round_and_one_by_megabytes(tmp_path: Path) -
     plan, cells = make_cells(figure="rounds and megabytes")
     drawn = plot_recipe(plan, cells)
     assert list(drawn) == ["rounds", "megabytes"]
-    ends = [list(figure.axes[0].lines[0].get_xdata())[-1] for figure in drawn.values()]
+    ends = [np.asarray(figure.axes[0].lines[0].get_xdata())[-1] for figure in drawn.values()]
     assert ends == pytest.approx([2, 8])
     pictures = dict.fromkeys(drawn, b"picture")
     written = recipes.write_results("small", plan, cells, tmp_path, "fewer reproduce small", False, pictures)

@@ -85,8 +85,9 @@ def test_one_matching_step_is_adam_on_the_distance(tmp_path: Path) -> None:
     x, y = client.train.pick(indices)
     d = images.clone().requires_grad_()
     loss = torch.zeros(())
-    for c in range(3):  # `net` still has its random weights
-        synthetic, real = net.encoder[:7](d[labels == c]), net.encoder[:7](x[y == c])  # type: ignore[index, operator]
+    encode = nets.net.encoder[:7]  # type: ignore[index]  # it still has its random weights
+    for c in range(3):
+        synthetic, real = encode(d[labels == c]), encode(x[y == c])
         loss = loss + (synthetic.mean(0) - real.mean(0)).square().sum()
         deviations = [(f.var(0, correction=0) + VARIANCE_EPS).sqrt() for f in (synthetic, real)]
         loss = loss + (deviations[0] - deviations[1]).square().sum()
@@ -147,9 +148,9 @@ def test_a_matching_step_augments_real_and_synthetic_images_alike(augment: bool,
     if augment:
         transform = draw_affine(1, draw)
         x, augmented = apply_affine(x, transform), apply_affine(d, transform)
-    loss = torch.zeros(())
+    loss, encode = torch.zeros(()), nets.net.encoder[:7]  # type: ignore[index]
     for c in range(3):
-        synthetic, real = net.encoder[:7](augmented[labels == c]), net.encoder[:7](x[y == c])  # type: ignore[index, operator]
+        synthetic, real = encode(augmented[labels == c]), encode(x[y == c])
         loss = loss + (synthetic.mean(0) - real.mean(0)).square().sum()
         a, b = ((f.var(0, correction=0) + VARIANCE_EPS).sqrt() for f in (synthetic, real))
         loss = loss + (a - b).square().sum()

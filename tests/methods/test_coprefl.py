@@ -42,10 +42,10 @@ def meta_step(phi: Weights, balance: float) -> tuple[Weights, Weights]:
         models.append(descend(phi, compute_gradients(F.cross_entropy(net(x), y), net), 0.2, 0.0))
     sizes = np.array([len(y) for _, y in PAIRS]) / sum(len(y) for _, y in PAIRS)
     mean = {name: sum(share * model[name] for share, model in zip(sizes, models, strict=True)) for name in phi}
-    net = load_net(mean)  # type: ignore[arg-type]
+    net = load_net(mean)
     losses = torch.stack([F.cross_entropy(net(x), y) for x, y in (support_and_query(client)[1] for client in range(5))])
     objective = balance * losses.mean() + (1 - balance) * (losses - losses.mean()).square().mean()
-    return mean, descend(mean, compute_gradients(objective, net), 0.5, 0.0)  # type: ignore[arg-type, return-value]
+    return mean, descend(mean, compute_gradients(objective, net), 0.5, 0.0)
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.3, 1.0])

@@ -54,7 +54,7 @@ def test_fedbabu_averages_encoders_and_a_new_client_fine_tunes_the_net() -> None
     assert result.state.model.keys() == {name for name in models[0] if name.startswith("encoder")}
     for name, tensor in result.state.model.items():
         mean = sum(size * model[name] for size, model in zip(sizes, models, strict=True)) / sum(sizes)
-        assert torch.allclose(tensor, mean, atol=1e-6), name
+        assert torch.allclose(tensor, torch.as_tensor(mean), atol=1e-6), name
     correct = total = 0
     for client in GROUPS.test:
         net, (support, (x, y)) = small(), support_and_query(client, 0.2)

@@ -162,7 +162,8 @@ def test_later_rounds_average_by_size_and_keep_the_images(condense_rounds: int, 
 @pytest.mark.parametrize("mixed", [0, 2])
 def test_local_training_is_sgd_with_a_cosine(augment: bool, calibrate: bool, mixed: int, tmp_path: Path) -> None:
     """Three steps with learning rates lr, 3/4 lr and 1/4 lr: (1 + cos(π s / 3)) / 2 in step s."""
-    options = {"local_steps": 3, "batch_size": 4, "lr": 0.3, "augment_local": augment, "mixed_images": mixed}
+    options: dict[str, Any] = {"local_steps": 3, "batch_size": 4, "lr": 0.3, "augment_local": augment}
+    options["mixed_images"] = mixed
     options |= {"calibrate": calibrate, "clip_norm": None}
     method, client = FedMKAvg(**options), make_client(tmp_path, 1, round=2)
     model = client.initial_weights()

@@ -174,7 +174,7 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
             ["deploy", tmp_path / ARTIFACT_FILE, "--data", "fashion-mini", "--clients", "4"],
             "was prepared for another net",
         ),
-        (["prepare", "fedavg"], "fedavg does not prepare a model (allowed: frl, "),
+        (["prepare", "fedavg"], "fedavg does not prepare a model (allowed: coprefl, frl, "),
         (["predict", run, "--data", "digits"], "run `fewer deploy`"),
         (
             ["run", "frl", "--data", "digits", "--rounds", "6"],

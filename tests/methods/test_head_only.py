@@ -203,7 +203,7 @@ def test_a_head_from_class_means_classifies_in_tasks_of_f2l() -> None:
     expected = {"fedncm": normalize(np.stack([Z[1][Y[1] == c].mean(0) for c in range(3)]))}
     expected["fedcof"] = fedcof_head(groups, 1.0)
     for head, weight in expected.items():
-        predicted = FLProto(head=head, way=3).predict(net, task)["accuracy"]  # type: ignore[arg-type]
+        predicted = FLProto(head=head, way=3).predict(net, task)["accuracy"]
         assert predicted.tolist() == (Z[0] @ weight.T).argmax(1).tolist()
 
 

@@ -322,7 +322,7 @@ def test_invalid_adaptations_are_reported(tmp_path: Path) -> None:
     np.savez(tmp_path / "samples.npz", x=np.zeros((3, 1, 8, 8), np.uint8), y=np.zeros(3, int))
     args: list[str | Path] = ["adapt", tmp_path / "run", "--out", tmp_path / "adapted", "--data"]
     assert (
-        "(allowed: alone, fedavg-meta, fedmeta, per-fedavg, reptile)"
+        "(allowed: alone, fedavg-meta, fedbabu-meta, fedmeta, knn-per-meta, per-fedavg, reptile)"
         in call(*args, f"npz:{tmp_path}/samples.npz", code=2).stderr
     )
     call("run", "fedmeta", *DIGITS, "--clients", "12", "--rounds", "1", "--out", tmp_path / "meta", "--no-report")

@@ -31,7 +31,7 @@ def test_outputs_and_gradients_are_those_of_torch(
     def derivatives(module: nn.Module) -> list[Tensor]:
         output = module(x)
         first = torch.autograd.grad((weights * output).square().sum(), [x, *module.parameters()], create_graph=True)
-        second = torch.autograd.grad(sum(g.pow(3).sum() for g in first), [x, *module.parameters()])
+        second = torch.autograd.grad(torch.stack([g.pow(3).sum() for g in first]).sum(), [x, *module.parameters()])
         return [output, *first, *second]
 
     for ours, expected in zip(derivatives(fast), derivatives(layer), strict=True):

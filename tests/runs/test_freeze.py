@@ -177,7 +177,7 @@ def test_errors_say_what_to_do(digits: ArrayData) -> None:
 
 def test_a_frozen_encoder_solves_tasks_without_training() -> None:
     options: dict[str, Any] = {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "head": "fedcof"}
-    settings = {"clients": 4, "partition": "iid", "data_options": {"split": "4/3/3"}, "rounds": 1}
+    settings: dict[str, Any] = {"clients": 4, "partition": "iid", "data_options": {"split": "4/3/3"}, "rounds": 1}
     result = fewer.run("fl-proto", "digits", model="cnn", freeze="encoder", method_options=options, **settings)
     assert not result.state.model and result.accuracy > 0.5
 

@@ -92,8 +92,8 @@ CONDENSE = {"matching_steps": 20, "per_class": 5, "server_steps": 200, "min_samp
 def test_outliers_among_prototypes_and_images_are_rejected(
     method: str, model: str, options: dict[str, Any], dp: str | None
 ) -> None:
-    settings = {**SETTINGS, "model": model, "rounds": 1, "method_options": options, "dp": dp}
-    lie = {"lie": "label-flip:0.3", "liars": 0.3}
+    settings: dict[str, Any] = {**SETTINGS, "model": model, "rounds": 1, "method_options": options, "dp": dp}
+    lie: dict[str, Any] = {"lie": "label-flip:0.3", "liars": 0.3}
     fooled, robust = (fewer.run(method, **settings, **lie, aggregate=rule) for rule in ("mean", "multi-krum"))
     assert robust.accuracy > fooled.accuracy + 0.03
 

@@ -517,8 +517,11 @@ def _render_fewer_seeds(by_row: Mapping[str, list[Cell]]) -> list[str]:
     cells = [cell for row in by_row.values() for cell in row]
     most = max(len(cell.ours.seeds) for cell in cells)
     lines = []
-    for kind, name in (("Rows", lambda cell: cell.row), ("Columns", lambda cell: cell.column)):
-        groups = {key: [len(cell.ours.seeds) for cell in cells if name(cell) == key] for key in map(name, cells)}
+    for kind, field in (("Rows", "row"), ("Columns", "column")):
+        names: list[str] = [getattr(cell, field) for cell in cells]
+        groups = {
+            key: [len(cell.ours.seeds) for cell, name in zip(cells, names, strict=True) if name == key] for key in names
+        }
         fewer_seeds = [f"{key} {max(counts)}" for key, counts in groups.items() if max(counts) < most]
         if fewer_seeds:
             lines += ["", f"{kind} with fewer seeds, because they are slow: {', '.join(fewer_seeds)}."]

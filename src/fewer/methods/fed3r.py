@@ -17,6 +17,7 @@ Departures:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -69,7 +70,7 @@ class Fed3R(HeadOnly):
     def _matrix(self, width: int, seed: int) -> Tensor:
         """The random matrix. It keeps the mean square norm of features, so that moments fit into float16."""
         columns = self.projection or width
-        return torch.randn(width, columns, generator=stream(seed, "fed3r", "projection")) / columns**0.5
+        return torch.randn(width, columns, generator=stream(seed, "fed3r", "projection")) / math.sqrt(columns)
 
     def merge(self, parts: Sequence[Mapping[str, Tensor]]) -> Weights:
         """Σ_k A_k and Σ_k b_k"""

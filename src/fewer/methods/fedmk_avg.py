@@ -201,8 +201,9 @@ class FedMKAvg(FedMK):
             return F.cross_entropy(net(x), torch.lerp(targets, soft, self.teacher_weight))
 
         lr = self.server_lr or self.inner_lr
-        fields = {"images": images, "labels": labels, "steps": self.server_steps, "lr": lr}
-        return self.train_on_images(server, model, generator, **fields, real_loss=loss)
+        return self.train_on_images(
+            server, model, generator, images, labels, steps=self.server_steps, lr=lr, real_loss=loss
+        )
 
     # --- later rounds ---
 

@@ -68,7 +68,7 @@ class FLProto(FewShot):
         with torch.no_grad():
             if self.head == "distance":
                 return {"accuracy": query_logits(encoder, task).argmax(1)}
-            support = zip(encoder(task.support_x).split(1), task.support_y.split(1), strict=True)
+            support = zip(torch.split(encoder(task.support_x), 1), torch.split(task.support_y, 1), strict=True)
             means = head_prototypes(self.head, [class_prototypes(*sample) for sample in support])
             return {"accuracy": prototype_logits(encoder(task.query_x), means).argmax(1)}
 

@@ -27,19 +27,21 @@ class FoldedConv2d(nn.Conv2d):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not input.requires_grad or input.dim() != 4 or self.padding_mode != "zeros":
-            return super()._conv_forward(input, weight, bias)
-        result: Tensor = _Convolution.apply(input, weight, bias, self.stride, self.padding, self.dilation)
-        return result
+            output: Tensor = super()._conv_forward(input, weight, bias)
+        else:
+            output = _Convolution.apply(input, weight, bias, self.stride, self.padding, self.dilation)  # type: ignore[no-untyped-call]
+        return output
 
 
 class _Convolution(torch.autograd.Function):
     """y = x ∗ w + b. Its backward pass is differentiable, so it has second derivatives."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: tuple[int, int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.options, ctx.bias_sizes = options, None if bias is None else [len(bias)]
-        return F.conv2d(x, weight, bias, *options)
+        output: Tensor = F.conv2d(x, weight, bias, *options)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
