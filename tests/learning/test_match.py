@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_one_matching_step_is_adam_on_the_distance(tmp_path: Path) -> None:
     x, y = client.train.pick(indices)
     d = images.clone().requires_grad_()
     loss = torch.zeros(())
-    encode = nets.net.encoder[:7]  # type: ignore[index]  # it still has its random weights
+    encode: Any = nets.net.encoder[:7]  # type: ignore[index]  # it still has its random weights
     for c in range(3):
         synthetic, real = encode(d[labels == c]), encode(x[y == c])
         loss = loss + (synthetic.mean(0) - real.mean(0)).square().sum()
@@ -148,7 +149,8 @@ def test_a_matching_step_augments_real_and_synthetic_images_alike(augment: bool,
     if augment:
         transform = draw_affine(1, draw)
         x, augmented = apply_affine(x, transform), apply_affine(d, transform)
-    loss, encode = torch.zeros(()), nets.net.encoder[:7]  # type: ignore[index]
+    encode: Any = nets.net.encoder[:7]  # type: ignore[index]
+    loss = torch.zeros(())
     for c in range(3):
         synthetic, real = encode(augmented[labels == c]), encode(x[y == c])
         loss = loss + (synthetic.mean(0) - real.mean(0)).square().sum()
