@@ -8,7 +8,7 @@ classes and their number n_kc. The means of samples vary as the samples do, n_kc
     G = Σ_c (N_c − 1) Σ_c + N μ μᵀ        B = [N_c μ_c]        W = G⁻¹ B, each column divided by its norm
 
 N_c is the number of samples and μ_c the mean of class c; N and μ are those of all classes. G is the second moment of
-the features without the scatter between classes, which the paper leaves out.
+the features without the scatter between classes. The term N μ μᵀ is that of the authors' code.
 
 Departures:
 
