@@ -96,7 +96,7 @@ def test_damaged_word_vectors_are_reported(content: bytes | None, problem: str, 
         load_word_vectors(file, WORDS)
 
 
-@pytest.mark.parametrize("damaged", [b"not packed", gzip.compress(b"world 1 2 3\n" * 9)[:-12]])
+@pytest.mark.parametrize("damaged", [b"not packed", gzip.compress(b"world 1 2 3\n" * 9)[:-12]], ids=["text", "cut off"])
 def test_damaged_packed_word_vectors_are_reported(damaged: bytes, tmp_path: Path) -> None:
     (tmp_path / "v.txt.gz").write_bytes(damaged)
     with pytest.raises(DataError, match=r"cannot read .*v.txt.gz: "):
