@@ -67,14 +67,15 @@ def test_likelihood_ratios_by_arithmetic() -> None:
     # A second canary that is inside in the other two, so that both variances exist.
     logits = torch.cat([logits, torch.tensor([[1.0], [1.0], [7.0], [9.0]]).double()], 1)
     inside = torch.cat([inside, ~inside], 1)
+    logits, inside = logits.repeat(1, 20), inside.repeat(1, 20)
     members, nonmembers = lira_scores(logits, inside)
     # Target 0. In: means 5 and 8, squares 0 + 2, degrees of freedom 0 + 1: σ² = 2. Out: means 1 and 1, σ² = 2, too.
-    # The larger sides, {0, 2} and {7, 9}, give up their first run: their means for the target are 2 and 9.
-    expected_member = -((4 - 5) ** 2) / 4 + (4 - 2) ** 2 / 4
-    expected_nonmember = -((1 - 9) ** 2) / 4 + (1 - 1) ** 2 / 4
-    assert members[0].item() == pytest.approx(expected_member)
-    assert nonmembers[0].item() == pytest.approx(expected_nonmember)
-    assert len(members) == len(nonmembers) == 4
+    # The larger sides, {0, 2} and {7, 9}, give up a random run: their means for the target are 2 or 0, and 9 or 7.
+    expected_members = {-((4 - 5) ** 2) / 4 + (4 - mean) ** 2 / 4 for mean in (2, 0)}
+    expected_nonmembers = {-((1 - mean) ** 2) / 4 + (1 - 1) ** 2 / 4 for mean in (9, 7)}
+    assert {round(ratio, 9) for ratio in members[:20].tolist()} == expected_members
+    assert {round(ratio, 9) for ratio in nonmembers[:20].tolist()} == expected_nonmembers
+    assert len(members) == len(nonmembers) == 80
 
 
 @pytest.mark.parametrize("runs", [4, 8])
@@ -84,6 +85,15 @@ def test_models_that_know_nothing_are_not_found_out(runs: int) -> None:
     logits = torch.randn(runs, 8000 // runs, generator=generator, dtype=torch.float64)
     attack = membership(*lira_scores(logits, assign_runs(8000 // runs, runs, generator)))
     assert attack.auc == pytest.approx(0.5, abs=0.03) and attack.epsilon_bound == 0
+
+
+def test_runs_with_unusual_scores_do_not_look_like_members() -> None:
+    """Two of eight runs score all canaries higher, members or not. The attack must not take that for memory."""
+    generator = stream("offsets")
+    logits = torch.randn(1, 500, generator=generator) + 0.3 * torch.randn(8, 500, generator=generator)
+    logits[:2] += 5
+    attack = membership(*lira_scores(logits.double(), assign_runs(500, 8, generator)))
+    assert attack.auc == pytest.approx(0.5, abs=0.04) and attack.epsilon_bound == 0
 
 
 def test_canaries_are_found_in_a_model_that_memorizes(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_recipe_can_study_canaries(tmp_path: Path) -> None:
     text = RECIPE[: RECIPE.index("[quick]")].replace(
         "matching_steps = 2, outer_steps = 1, server_steps = 2", "lr = 0.5"
     )
-    text += '[study]\nname = "canaries"\nclients = 3\nshadows = 4\n[[column]]\nname = "digits"\nmodel = "mlp"\n'
+    text += '[study]\nname = "canaries"\nclients = 3\nshadows = 8\n[[column]]\nname = "digits"\nmodel = "mlp"\n'
     text += '[[row]]\nname = "FedAvg"\nmethod = "fedavg"\nmethod_options = { local_steps = 150 }\n'
     text += '[[row]]\nname = "DP"\nmethod = "fedavg"\nmethod_options = { local_steps = 2 }\n'
     text += 'settings = { dp = "record:epsilon=2" }\n'
@@ -143,7 +143,7 @@ def test_a_recipe_can_study_canaries(tmp_path: Path) -> None:
     assert private["epsilon_bound"] < private["claimed"] <= 2 and private["delta"] == 1e-5
     page = data.with_suffix(".md").read_text()
     assert f"| {memorized['epsilon_bound']:.2f} | none |\n" in page and f"| {private['claimed']:.2f} |\n" in page
-    assert f"4 runs of each row have {memorized['members']:,} members" in page
+    assert f"8 runs of each row have {memorized['members']:,} members" in page
 
 
 def test_a_recipe_can_study_leakage_or_earth_mover_distance(tmp_path: Path) -> None:

@@ -110,13 +110,15 @@ def lira_scores(logits: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
     """Likelihood ratios log N(φ; μ_in, σ_in²) − log N(φ; μ_out, σ_out²) of members and of nonmembers.
 
     `logits` and `inside` are runs × canaries. For each target run, the Gaussians come from all other runs: a mean for
-    each canary, from equally many runs inside and outside, and one variance for all canaries.
+    each canary, from equally many runs inside and outside, and one variance for all canaries. The run that a mean
+    leaves out is drawn for each canary: a fixed choice would let runs with unusual scores look like members.
     """
-    ratios = torch.empty_like(logits)
+    ratios, draw = torch.empty_like(logits), torch.Generator().manual_seed(0)
     for target in range(len(logits)):
         others = torch.arange(len(logits)) != target
         opposite = inside[others] != inside[target]  # the side with one run more
-        spare = torch.zeros_like(opposite).scatter(0, opposite.int().argmax(0, keepdim=True), True)
+        order = torch.rand(opposite.shape, generator=draw).masked_fill(~opposite, -1.0)
+        spare = torch.zeros_like(opposite).scatter(0, order.argmax(0, keepdim=True), True)
         density = [
             _log_density(logits[target], logits[others], chosen, chosen & ~spare)
             for chosen in (inside[others], ~inside[others])

@@ -152,5 +152,6 @@ def _epsilon_verdicts(metrics: dict[str, Any]) -> Iterator[str]:
         return
     for name, attack in metrics["membership"].items():
         bound, epsilon = attack["epsilon_bound"], claimed["epsilon"]
-        outcome = "stands against" if bound <= epsilon else "is broken by"
+        broken = "is broken by" if name == "canaries" else "is broken, if training and test samples are alike, by"
+        outcome = "stands against" if bound <= epsilon else broken
         yield f"The guarantee {outcome} {SHORT[name]}: ε is at least {bound:.2f}, and the run claims {epsilon:.2f}."
