@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import product
 from pathlib import Path
@@ -149,6 +150,29 @@ def test_no_two_releases_share_noise() -> None:
     book.record(3, 3, 1)
     private.generator()
     assert len({*streams}) == 2
+
+
+def test_two_sums_over_one_draw_cost_as_much_as_one_with_less_noise() -> None:
+    """Who was drawn hides a client once, not once for each sum: two sums over a draw have noise z / √2 together."""
+    book = ledger(noise=2.0)
+    for round in (1, 2):
+        for _ in range(2):
+            book.record(100, 1000, round)
+    assert book.count_sums() == 4
+    assert book.epsilon == pytest.approx(compute_epsilon(((Release(100, 1000, 2.0 / math.sqrt(2)), 2),), 1e-5))
+    assert book.epsilon > 1.05 * compute_epsilon(((Release(100, 1000, 2.0), 4),), 1e-5)
+    again = ledger(noise=2.0)
+    again.restore(json.loads(json.dumps(book.to_dict())))
+    again.record(100, 1000, 3)
+    assert again.count_sums() == 5 and again.epsilon > book.epsilon
+    run = fewer.run("scaffold", **{**SETTINGS, "cohort": 2, "clients": 6}, dp="user:noise=2")
+    expected = ((Release(2, 6, 2.0, 2), run.settings.rounds),)
+    assert run.metrics["epsilon"] == pytest.approx(compute_epsilon(expected, 1e-5))
+
+
+def test_methods_that_ask_all_clients_once_reach_a_target_epsilon() -> None:
+    run = fewer.run("fedncm", "digits", clients=20, rounds=1, model="mlp", dp="user:epsilon=50")
+    assert 40 < run.metrics["epsilon"] <= 50
 
 
 def test_the_noise_has_its_standard_deviation() -> None:

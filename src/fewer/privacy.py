@@ -86,6 +86,8 @@ class PrivacySettings:
             if part == "distributed":
                 continue
             name, _, number = part.partition("=")
+            if name in values:
+                raise SettingError(f"dp = {text}: {name} is given twice")
             if name not in options or name == "distributed":
                 raise SettingError(f"dp = {text}: unknown '{name}' (allowed: {', '.join(options)})")
             try:
@@ -130,11 +132,13 @@ class Protection:
 
 
 class Release(NamedTuple):
-    """One noisy sum: the clients asked, the clients they were drawn from, and the noise multiplier z."""
+    """Noisy sums over one cohort: the clients asked, the clients they were drawn from, and the noise multiplier z."""
 
     asked: int
     drawn_from: int
     noise: float
+    sums: int = 1
+    """Sums over the same draw: together they cost as much as one with noise z / √sums. Draws do not hide it twice."""
 
 
 @dataclass
@@ -153,6 +157,8 @@ class PrivacyLedger:
     """At record level: the releases of each client."""
     uses: int = 0
     """At record level with a target ε: how often a client answers at most."""
+    _latest: tuple[int, Release] | None = None
+    """The round and the release of the latest sum over a cohort that was drawn."""
 
     @classmethod
     def open(cls, settings: PrivacySettings, rounds: int, cohort: int, clients: int) -> PrivacyLedger:
@@ -202,12 +208,22 @@ class PrivacyLedger:
 
     def record(self, asked: int, drawn_from: int, round: int) -> None:
         """Records a release. Raises SettingError if there are more than the noise was chosen for."""
-        self.releases[Release(asked, drawn_from, self.noise)] += 1
-        if self.planned and (self.releases.total() > round or (asked, drawn_from) != self.planned):
+        release = Release(asked, drawn_from, self.noise)
+        if asked < drawn_from:
+            if self._latest and self._latest[0] == round and self._latest[1][:3] == release[:3]:
+                release = self._latest[1]._replace(sums=self._latest[1].sums + 1)
+                self.releases -= Counter([self._latest[1]])
+            self._latest = round, release
+        self.releases[release] += 1
+        if self.planned and (self.count_sums() > round or (asked, drawn_from) != self.planned):
             problem = (
                 "this method releases several sums in a round, or asks a cohort that is not drawn from all clients"
             )
             raise SettingError(f"dp: {problem}: pass noise instead of epsilon")
+
+    def count_sums(self) -> int:
+        """The number of sums released so far."""
+        return sum(release.sums * count for release, count in self.releases.items())
 
     def record_client(self, client: int, releases: Iterable[Sequence[float]]) -> None:
         """Records what a client released about its records, as (rate, noise, count)."""
@@ -235,7 +251,7 @@ class PrivacyLedger:
         """Restores the ledger from `to_dict`."""
         self.noise, self.clip = content["noise"], content["clip"]
         rows = content["releases"]
-        self.releases = Counter({Release(asked, clients, noise): count for asked, clients, noise, count in rows})
+        self.releases = Counter({Release(*release): count for *release, count in rows})
         self.records = {}
         for client, *release in content.get("records", ()):
             self.record_client(client, [release])
@@ -251,7 +267,7 @@ def compute_epsilon(releases: tuple[tuple[Release, int], ...], delta: float) -> 
 
     accountant = rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
     for release, count in releases:
-        event = dp.GaussianDpEvent(release.noise / 2)
+        event = dp.GaussianDpEvent(release.noise / 2 / math.sqrt(release.sums))
         if release.asked < release.drawn_from:
             event = dp.SampledWithoutReplacementDpEvent(release.drawn_from, release.asked, event)
         accountant.compose(event, count)

@@ -66,8 +66,10 @@ class Experiment:
         if self.settings.dp is None:
             return None
         clients = self.population
-        cohort = min(DEFAULT_COHORT, clients) if self.method.cohort is None else self.method.cohort
-        rounds = 1 if self.method.answers_once else self.method.rounds
+        once = self.method.answers_once
+        default = clients if once else min(DEFAULT_COHORT, clients)
+        cohort = default if self.method.cohort is None else self.method.cohort
+        rounds = 1 if once else self.method.rounds
         return PrivacyLedger.open(PrivacySettings.parse(self.settings.dp), rounds, cohort, clients)
 
     @property
@@ -157,7 +159,7 @@ def build_experiment(
     if settings.lie is not None and Lies.parse(settings.lie).kind == "label-flip" and objective.kind not in CLASS_KINDS:
         raise SettingError(f"lie = {settings.lie} needs classes, but this is a {objective.kind} task")
     if settings.dp is not None:
-        _check_privacy(settings)
+        _check_privacy(settings, data)
     if settings.secure_sum:
         _check_secure_sum(method, settings)
     if settings.aggregate != "mean" and not method.takes_rules():
@@ -261,11 +263,13 @@ def _is_servers_file(settings: Settings) -> bool:
     return settings.runtime == "flower" and ":" in settings.data
 
 
-def _check_privacy(settings: Settings) -> None:
+def _check_privacy(settings: Settings, data: Data) -> None:
     """Raises SettingError if the settings contradict differential privacy."""
     level = PrivacySettings.parse(settings.dp or "").level
     if settings.aggregate != "mean" and level == "user":
         raise SettingError(f"dp needs aggregate = mean, whose sensitivity is known, got {settings.aggregate}")
+    if data.standardize:
+        raise SettingError("dp does not cover the sums of columns that standardize asks for: leave out standardize")
     if settings.runtime == "flower":
         raise SettingError("dp needs simulated clients: the noise is drawn from the seed, which remote clients know")
 
@@ -383,7 +387,8 @@ def _try_model(task: Task, data: Data, settings: Settings) -> Data:
     except SettingError:
         raise
     except Exception as error:  # a user's own model may raise anything
-        raise SettingError(f"the model cannot be built: {_describe_error(error)}") from error
+        passed = "Fewer passes `shape` and `classes` if it takes them; --model-option NAME=VALUE sets others"
+        raise SettingError(f"the model cannot be built: {_describe_error(error)} ({passed})") from error
     if not isinstance(net, nn.Module):
         allowed = "a torch.nn.Module, or a function that returns one"
         raise SettingError(f"the model is of type {type(net).__name__} (allowed: {allowed})")

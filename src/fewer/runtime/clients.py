@@ -66,7 +66,7 @@ class PrivateSum(NamedTuple):
 
     def generator(self) -> torch.Generator:
         """The generator of the next release's noise. No two releases of a run share noise."""
-        return self.stream(f"privacy {self.ledger.releases.total()}")
+        return self.stream(f"privacy {self.ledger.count_sums()}")
 
 
 @dataclass(frozen=True)
