@@ -140,6 +140,11 @@ def test_a_row_runs_again_and_the_others_stay(tmp_path: Path) -> None:
     assert "unknown row 'Fed'" in call(*args, "--row", "Fed", "--out", tmp_path / "refused", code=2).stderr
     assert not list((tmp_path / "refused").glob("*/*"))
     assert "leave out one of both" in call(*args, "--row", "Local", "--quick", code=2).stderr
+    # Another number of trials changes tuned rows only.
+    file.write_text(recipe.replace("trials = 1", "trials = 2", 1).replace("lr = 0.05", "lr = 0.07"))
+    call(*args, "--row", "FedProx, tuned", "--out", tmp_path / "more")
+    tuned = json.loads((results / "small.json").read_text())["cells"]
+    assert [cell == old for cell, old in zip(tuned, after["cells"], strict=True)] == [True, False, True, False]
 
 
 def test_recipes_are_listed_and_valid() -> None:
@@ -180,6 +185,9 @@ def test_settings_combine_recipe_column_and_row() -> None:
     assert read_settings(0) == [(0.5, 2, {"lr": 0.05}), (0.5, 2, {"mu": 0.3, "lr": 0.2})]  # fedavg has no mu
     assert read_settings(1) == [(5.0, 2, {"lr": 0.05}), (5.0, 2, {"mu": 0.3, "lr": 0.4})]
     assert read_settings(1, quick=True) == [(7.0, 1, {"lr": 0.05}), (7.0, 1, {"mu": 0.6, "lr": 0.4})]
+    row_quick = text.replace("paper = [12.5]\n", "quick = { alpha = 9.0 }\n")
+    assert read_settings(1, quick=True, text=row_quick)[0] == (9.0, 1, {"lr": 0.05})
+    assert read_settings(1, text=row_quick) == read_settings(1)
     with pytest.raises(SettingError, match="no method has an option 'nu'"):
         read_settings(0, text=text.replace("mu = 0.3", "nu = 0.3"))
 

@@ -93,7 +93,8 @@ def partition_dirichlet(labels: Rows, spec: PartitionSpec, rng: np.random.Genera
             return split_by_proportions(labels, proportions, rng)
     raise SettingError(
         f"{spec.kind} with alpha = {spec.alpha:g} leaves some of {spec.clients} clients with fewer than "
-        f"{spec.min_samples} of {len(labels)} samples; raise alpha, or lower clients or min_samples_per_client"
+        f"{spec.min_samples} of {len(labels)} samples; raise --alpha, lower --clients or --min-samples-per-client, "
+        "or choose --partition natural if the data names its clients"
     )
 
 

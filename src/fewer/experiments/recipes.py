@@ -52,6 +52,8 @@ class RecipeRow(BaseModel):
     """The columns in which the row runs; empty means all."""
     seeds: PositiveInt | None = None
     """Seeds of this row, if it is too slow for those of the recipe."""
+    quick: dict[str, Any] = {}
+    """Settings that `--quick` changes in this row."""
     paper: list[float | None] = []
 
     def runs_in(self, column: str) -> bool:
@@ -236,7 +238,8 @@ def _has_same_plan(recipe: Recipe, earlier: Recipe, cell: Cell) -> bool:
     for version in (recipe, earlier):
         row = next(row for row in version.row if row.name == cell.row)
         column = next(column for column in version.column if column.name == cell.column)
-        plans.append([version.seeds, version.trials, version.mean, row.tune, row.seeds, column])
+        trials = version.trials if row.tune else None
+        plans.append([version.seeds, trials, version.mean, row.tune, row.seeds, column])
     position = [row.name for row in recipe.row].index(cell.row)
     settings = row_settings(column, recipe, quick=False)[position]
     chosen = {name: cell.ours.settings[name] for name in (cell.ours.trials[0].settings if cell.ours.trials else ())}
@@ -274,6 +277,7 @@ def row_settings(column: RecipeColumn, recipe: Recipe, quick: bool) -> list[dict
         {
             **shared,
             **row.settings,
+            **(row.quick if quick else {}),
             "data_options": {**shared.get("data_options", {}), **row.settings.get("data_options", {})},
             "method": row.method,
             "method_options": {**common[method_class.name], **row.method_options},
