@@ -46,7 +46,7 @@ def test_a_winner_must_be_significantly_ahead() -> None:
     assert winner([fedmk, near, far]) is None
     assert verdict([near, far, fedmk])[0] == (
         "No clear winner: fedmk has the highest mean, 80.0 ± 2.5 %, but paired by seed its lead over "
-        "fedprox 78.0 ± 5.0 % is not significant (95 %, 3 seeds). All others are behind."
+        "fedprox 78.0 ± 5.0 % is not significant (95 %, 3 seeds). It is significantly ahead of local."
     )
     assert verdict([fedavg, fedmk, far])[0].endswith(
         "it leads fedavg by 10.0 ± 0.0 points and all others significantly (2 comparisons, each at 95 %, without "

@@ -113,6 +113,12 @@ def _paired_lead(first: RunGroup, second: RunGroup, number: int | None = None) -
     return interval([rank(a) - rank(b) for a, b in pairs])
 
 
+def _list_names(names: Sequence[str]) -> str:
+    """The first names, and how many follow."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
 def _describe_winner(ranked: Sequence[RunGroup]) -> str:
     first, second, *_ = ranked
     metric = first.metric
@@ -128,9 +134,9 @@ def _describe_winner(ranked: Sequence[RunGroup]) -> str:
             f"{first.label} wins: {_format_value(first)} {metric.name}, ahead of {second.label} with "
             f"{_format_value(second)} ({first.averaged_over}). {_describe_lead(ranked, by_seed)}"
         )
-    rest = "" if len(close) == len(ranked) - 1 else " All others are behind."
-    names = ", ".join(f"{group.label} {_format_value(group)}" for group in close[:MAX_NAMED])
-    names += f" and {len(close) - MAX_NAMED} more" if len(close) > MAX_NAMED else ""
+    behind = [group.label for group in ranked[1:] if group not in close]
+    rest = f" It is significantly ahead of {_list_names(behind)}." if behind else ""
+    names = _list_names([f"{group.label} {_format_value(group)}" for group in close])
     doubt = f"paired by seed its lead over {names} is not significant" if by_seed else f"its interval overlaps {names}"
     return (
         f"No clear winner: {first.label} has the {metric.best} mean, {_format_value(first)}, but {doubt} "

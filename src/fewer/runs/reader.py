@@ -86,6 +86,8 @@ class RunReader:
                 raise ValueError(f"'{min(missing)}' is missing")
         except FileNotFoundError:
             problem = f"has no {SETTINGS}" if self.path.is_dir() else "does not exist"
+            if any(self.path.glob(f"*/{SETTINGS}")):
+                problem += ", but its folders are runs; to resume a comparison, repeat its command with the same --out"
             raise RunError(f"{self.path} is not a run directory: it {problem}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._damaged(SETTINGS, error) from error
