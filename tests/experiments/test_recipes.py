@@ -170,6 +170,21 @@ def test_recipes_are_listed_and_valid() -> None:
                     )
 
 
+def test_a_recipe_changes_parts_of_its_base(tmp_path: Path) -> None:
+    base, file = tmp_path / "base.toml", tmp_path / "changed.toml"
+    base.write_text(RECIPE)
+    first, second = recipes.load_recipe(str(base)).row[:2]
+    text = f'base = "{base}"\ntitle = "Other data"\n[settings]\nclients = 3\n[[row]]\nname = "{second.name}"\n'
+    file.write_text(text + "method_options = { lr = 0.7 }\n")
+    original, changed = recipes.load_recipe(str(base)), recipes.load_recipe(str(file))
+    assert changed.title == "Other data" and changed.settings == {**original.settings, "clients": 3}
+    assert changed.row[0] == first and changed.column == original.column and changed.quick == original.quick
+    assert changed.row[1] == second.model_copy(update={"method_options": {"lr": 0.7}})
+    file.write_text(text.replace(second.name, "Nobody"))
+    with pytest.raises(SettingError, match=r"unknown row in recipe '.*changed.toml' 'Nobody'"):
+        recipes.load_recipe(str(file))
+
+
 def test_settings_combine_recipe_column_and_row() -> None:
     text = RECIPE.replace("rounds = 2\n", "rounds = 2\nmethod_options = { mu = 0.3, lr = 0.2 }\n")
     text = text.replace(

@@ -130,6 +130,11 @@ def list_recipes() -> dict[str, str]:
 
 def load_recipe(name: str) -> Recipe:
     """Loads a built-in recipe by name, or a recipe file."""
+    return _parse_recipe(name, _read_recipe(name))
+
+
+def _read_recipe(name: str) -> dict[str, Any]:
+    """Reads a recipe, and what it changes in its `base`: single settings, and the rows of the same name."""
     known = _recipe_files()
     path = known.get(name, Path(name))
     if name not in known and path.suffix != ".toml":
@@ -137,9 +142,17 @@ def load_recipe(name: str) -> Recipe:
     if not path.is_file():
         raise SettingError(f"recipe file '{name}' does not exist")
     try:
-        return _parse_recipe(name, tomllib.loads(path.read_text()))
+        content = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise SettingError(f"recipe '{name}' is not valid TOML: {error}") from error
+    if "base" not in content:
+        return content
+    base = _read_recipe(content.pop("base"))
+    changes = {row.get("name"): row for row in content.pop("row", [])}
+    for wrong in changes.keys() - {row["name"] for row in base["row"]}:
+        raise unknown_name(f"row in recipe '{name}'", str(wrong), [row["name"] for row in base["row"]])
+    merged = {part: {**base.get(part, {}), **content.pop(part, {})} for part in ("settings", "quick")}
+    return {**base, **content, **merged, "row": [{**row, **changes.get(row["name"], {})} for row in base["row"]]}
 
 
 def _parse_recipe(name: str, content: Mapping[str, Any]) -> Recipe:
