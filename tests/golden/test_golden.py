@@ -120,9 +120,9 @@ CASES: dict[str, dict[str, Any]] = {
     "fedmk, trained nets and tiles": {
         "method_options": {**CONDENSE, "matching_nets": "trained", "queue_size": 2, "tiles": 2}
     },
-    "fedmk-avg, mixed images and replay": {
+    "fedmk-avg, mixed images": {
         "rounds": 3,
-        "method_options": {**CONDENSE, "local_steps": 5, "first_steps": 5, "mixed_images": 4, "replay_steps": 3},
+        "method_options": {**CONDENSE, "local_steps": 5, "first_steps": 5, "mixed_images": 4, "distill_until": 0},
     },
     "fedmk-paper, literal": {"norm": "batch", "method_options": {"per_class": 2, "outer_steps": 3, "server_steps": 10}},
     "fedmeta, fomaml": {**NEW_CLIENTS, "method_options": {"algorithm": "fomaml", "inner_steps": 2, "batch_size": 8}},

@@ -24,7 +24,7 @@ from tests.helpers import Interrupt
 from tests.methods.fedmk_harness import COUNTS, DATA, SEED, SHAPE, SMALL, is_same, make_client, make_contexts, make_task
 
 QUICK: dict[str, Any] = {**SMALL, "local_steps": 2, "first_steps": 3, "batch_size": 3}
-NO_IMAGES, NO_LABELS = torch.empty(0, *SHAPE), torch.empty(0, dtype=torch.long)
+NOTHING_MIXED = {"images": torch.empty(0, *SHAPE), "labels": torch.empty(0, dtype=torch.long)}
 
 
 def make_clients(method: FedMK, folder: Path, round: int) -> Inline:
@@ -137,7 +137,7 @@ def test_gradients_are_clipped_to_a_norm(limit: float) -> None:
 
 @pytest.mark.parametrize("condense_rounds", [1, 2])
 def test_later_rounds_average_by_size_and_keep_the_images(condense_rounds: int, tmp_path: Path) -> None:
-    method = FedMKAvg(cohort=4, condense_rounds=condense_rounds, **QUICK)
+    method = FedMKAvg(cohort=4, condense_rounds=condense_rounds, distill_until=0, **QUICK)
     state = method.init(make_task(), SEED)
     for round in range(1, condense_rounds + 1):
         state = method.round(state, make_clients(method, tmp_path, round))
@@ -145,7 +145,7 @@ def test_later_rounds_average_by_size_and_keep_the_images(condense_rounds: int, 
     round = condense_rounds + 1
     after = method.round(state, make_clients(method, tmp_path, round))
     models = [
-        method.local_train(make_client(tmp_path, id, round), model=state.model, images=NO_IMAGES, labels=NO_LABELS)
+        method.local_train(make_client(tmp_path, id, round), model=state.model, **NOTHING_MIXED, counted=False)
         for id in range(4)
     ]
     sizes = [sum(counts) for counts in COUNTS]
@@ -160,16 +160,18 @@ def test_later_rounds_average_by_size_and_keep_the_images(condense_rounds: int, 
 @pytest.mark.parametrize("augment", [False, True])
 @pytest.mark.parametrize("calibrate", [False, True])
 @pytest.mark.parametrize("mixed", [0, 2])
-def test_local_training_is_sgd_with_a_cosine(augment: bool, calibrate: bool, mixed: int, tmp_path: Path) -> None:
-    """Three steps with learning rates lr, 3/4 lr and 1/4 lr: (1 + cos(π s / 3)) / 2 in step s."""
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_local_training_is_sgd(schedule: str, augment: bool, calibrate: bool, mixed: int, tmp_path: Path) -> None:
+    """Three steps. With a cosine, learning rates are lr, 3/4 lr and 1/4 lr: (1 + cos(π s / 3)) / 2 in step s."""
     options: dict[str, Any] = {"local_steps": 3, "batch_size": 4, "lr": 0.3, "augment_local": augment}
+    options["lr_schedule"] = schedule
     options["mixed_images"] = mixed
     options |= {"calibrate": calibrate, "clip_norm": None}
     method, client = FedMKAvg(**options), make_client(tmp_path, 1, round=2)
     model = client.initial_weights()
     images, labels = torch.rand(5, *SHAPE), torch.tensor([0, 1, 2, 1, 0])
-    sent = (images, labels) if mixed else (NO_IMAGES, NO_LABELS)
-    answer = method.local_train(client, model=model, images=sent[0], labels=sent[1])["model"]
+    sent = {"images": images, "labels": labels} if mixed else NOTHING_MIXED
+    answer = method.local_train(client, model=model, **sent, counted=False)["model"]
     net, moves, mixing = make_task().net(), client.stream("moves"), client.stream("mixing")
     net.load_state_dict(model)
     indices = torch.randint(len(client.train), (3, 4), generator=client.stream("batches"))
@@ -182,7 +184,7 @@ def test_local_training_is_sgd_with_a_cosine(augment: bool, calibrate: bool, mix
             x, y = torch.cat([x, images[drawn]]), torch.cat([y, labels[drawn]])
         if augment:
             x = apply_affine(x, draw_affine(len(x), moves))
-        lr = 0.3 * (1 + math.cos(math.pi * step / 3)) / 2
+        lr = 0.3 * (1 + math.cos(math.pi * step / 3)) / 2 if schedule == "cosine" else 0.3
         gradients = torch.autograd.grad(F.cross_entropy(net(x) + shift, y), list(net.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(net.parameters(), gradients, strict=True):
@@ -218,26 +220,48 @@ def test_clients_receive_a_few_condensed_images_of_each_class_only_to_mix_them(t
     assert len(drawn) == 14 and drawn <= known
 
 
-def test_replay_trains_the_mean_on_the_condensed_images(tmp_path: Path) -> None:
-    plain = FedMKAvg(cohort=4, **QUICK)
-    replayed = FedMKAvg(cohort=4, replay_steps=2, replay_lr=0.03, **QUICK)
+def test_the_mean_of_a_later_round_is_distilled_until_a_given_round(tmp_path: Path) -> None:
+    plain = FedMKAvg(cohort=4, distill_until=1, **QUICK)
+    method = FedMKAvg(cohort=4, distill_until=2, distill_steps=2, distill_lr=0.03, **QUICK)
     state = plain.round(plain.init(make_task(), SEED), make_clients(plain, tmp_path / "plain", 1))
     mean = plain.round(state, make_clients(plain, tmp_path / "plain", 2))
-    after = replayed.round(state, make_clients(replayed, tmp_path / "replay", 2))
-    # The same steps as FedMK's server takes, with other settings.
-    server = make_contexts(tmp_path / "server").server(0, 2)
-    fedmk = FedMK(**{**SMALL, "server_steps": 2, "server_lr": 0.03, "pseudo_weight": 0.0})
-    parts = [(images, int(label)) for d_hat in state.knowledge.values() for label, images in d_hat.items()]
-    images, labels = torch.cat([i for i, _ in parts]), torch.cat([torch.full((len(i),), label) for i, label in parts])
-    expected = fedmk.train_global_model(
-        server, model=mean.model, generator=state.generator, images=images, labels=labels
+    after = method.round(state, make_clients(method, tmp_path / "distilled", 2))
+    answers = [
+        method.local_train(make_client(tmp_path, id, 2), model=state.model, **NOTHING_MIXED, counted=True)
+        for id in range(4)
+    ]
+    images, labels = concatenate_images(state.knowledge.values())
+    same = FedMKAvg(**{**QUICK, "server_steps": 2, "server_lr": 0.03, "condense_rounds": 2})  # round 2 is as round 1
+    expected = same.distill(
+        make_contexts(tmp_path / "server").server(0, 2),
+        model=mean.model,
+        generator=state.generator,
+        images=images,
+        labels=labels,
+        members=stack_models([answer["model"] for answer in answers]),
+        counts=torch.tensor(COUNTS),
     )
-    assert is_same(after.model, expected["model"]) and is_same(after.generator, expected["generator"])
-    assert not is_same(after.model, mean.model)
+    assert all(torch.allclose(after.model[name], tensor, atol=1e-6) for name, tensor in expected["model"].items())
+    assert not any(
+        torch.allclose(after.model[name], tensor, atol=1e-4) for name, tensor in mean.model.items() if tensor.dim() > 1
+    )
+    assert is_same(
+        method.round(after, make_clients(method, tmp_path / "distilled", 3)).model,
+        plain.round(after, make_clients(plain, tmp_path / "plain", 3)).model,
+    )
+
+
+def test_the_models_of_round_1_decay_their_learning_rate(tmp_path: Path) -> None:
+    method, before = FedMKAvg(**QUICK), make_client(tmp_path, 0, 1).initial_weights()
+    empty = method.init(make_task(), SEED).empty
+    sent = method.condense(make_client(tmp_path / "sent", 0, 1), model=before, shared=empty)
+    for schedule, equal in (("cosine", True), ("constant", False)):
+        trained = method.fit_model(make_client(tmp_path, 0, 1), before, 3, schedule)
+        assert is_same(sent["model"], trained) is equal
 
 
 def test_resumed_runs_have_the_same_bits(tmp_path: Path) -> None:
-    method = FedMKAvg(rounds=4, cohort=2, mixed_images=1, replay_steps=1, **QUICK)
+    method = FedMKAvg(rounds=4, cohort=2, mixed_images=1, **QUICK)
     settings: dict[str, Any] = {"model": "cnn", "seed": SEED}
     full = fewer.run(method, DATA, out=tmp_path / "full", **settings)
     with pytest.raises(KeyboardInterrupt):

@@ -8,12 +8,14 @@ clients' models are its teachers. f_k is the model of client k, and n_kc is its 
   pairs, with the targets (1 − λ) · label + λ · p(x), where p(x)_c ∝ Π_k softmax(f_k(x))_c ^ (n_kc / Σ_j n_jc). So a
   client has no say on classes that it does not hold.
 - Every later round: a client trains the global model w, w ← w − η_s ∇ℓ(w; b) in step s. The server averages the models
-  by size (fedavg.py).
+  by size (fedavg.py). Up to round `distill_until`, it then trains the mean on the D̂ that it has, as in round 1.
 
 Local training:
 
-- Images are augmented as FedMK's are, η_s decays to 0 along a cosine, and gradients are clipped. Right after a round of
-  FedMK, one client that diverges is enough to spoil the mean; clipping prevents it.
+- Images are augmented as FedMK's are, and gradients are clipped. Right after a round of FedMK, one client that diverges
+  is enough to spoil the mean; clipping prevents it.
+- In round 1, η_s decays to 0 along a cosine: the models are teachers. In later rounds, η_s is constant: averaging takes
+  out the noise of large steps.
 - `calibrate`: the loss is the cross-entropy of f(x)_c + log((n_kc + 1) / (n_k + C)), so that a model does not unlearn
   classes that its client lacks. Menon et al.: Long-Tail Learning via Logit Adjustment, ICLR 2021; Zhang et al.:
   Federated Learning with Label Distribution Skew via Logits Calibration, ICML 2022.
@@ -23,7 +25,6 @@ Options that are off by default:
 - `train_first = false`: round 1 is FedMK's, without trained models.
 - `mixed_images`: every local batch also has images of D̂, against forgetting of classes that a client does not hold.
   The server draws `mixed_per_class` images of each class in each round, from the D̂ of all clients, and sends them.
-- `replay_steps`: after averaging, the server trains the mean on D̂, as in FedMK's rounds.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ from fewer.registry import METHODS
 from fewer.runtime import Answers, Clients, on_client, on_server
 from fewer.wire import Shaped
 
+LRSchedule = Literal["constant", "cosine", "linear"]
+
 MIN_LOG = -8.0
 """The least log probability that a teacher may give to a class."""
 
@@ -60,7 +63,7 @@ MIN_LOG = -8.0
 class FedMKAvg(FedMK):
     """Clients train and the server averages. In round 1, condensed images improve the mean; models are its teachers."""
 
-    tunable: ClassVar[SearchSpace] = {"lr": (0.03, 0.1, 0.2, 0.3)}
+    tunable: ClassVar[SearchSpace] = {"lr": (0.1, 0.2, 0.3, 0.5)}
 
     start: Literal["uniform", "class"] = "class"
     """Noise that D̂ starts from: uniform in [−1, 1], or Gaussian with the mean and covariance of the class."""
@@ -84,14 +87,16 @@ class FedMKAvg(FedMK):
     """Images of D̂ per server step."""
     pseudo_weight: NonNegativeFloat = 0.0
     """Weight, and relative number, of generated features (β); 0 means no generator."""
-    lr: PositiveFloat = 0.2
+    lr: PositiveFloat = 0.3
     """Learning rate of local training (η)."""
     local_steps: PositiveInt = 400
     """Local steps per round."""
     batch_size: PositiveInt = 32
     """Samples per local step."""
-    lr_schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    """Learning rate over the local steps of a round: constant, or down to 0 along a cosine or a line."""
+    first_schedule: LRSchedule = "cosine"
+    """Learning rate over the local steps of a round of FedMK: constant, or down to 0 along a cosine or a line."""
+    lr_schedule: LRSchedule = "constant"
+    """The same in later rounds."""
     local_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Momentum of local training."""
     clip_norm: PositiveFloat | None = 1.0
@@ -104,9 +109,11 @@ class FedMKAvg(FedMK):
     """Images of D̂ that are added to each local batch."""
     mixed_per_class: PositiveInt = 20
     """Images of each class that clients receive to mix them, drawn from the D̂ of all clients in each round."""
-    replay_steps: NonNegativeInt = 0
-    """Server steps on D̂ after each averaging."""
-    replay_lr: PositiveFloat = 0.01
+    distill_until: NonNegativeInt = 3
+    """Last round in which the server trains the mean on D̂. Only with `train_first`."""
+    distill_steps: PositiveInt = 300
+    """Server steps per round after the rounds of FedMK, up to `distill_until`."""
+    distill_lr: PositiveFloat = 0.03
     """Learning rate of these steps."""
 
     def init(self, task: Task, seed: int) -> FedMKState:
@@ -126,15 +133,27 @@ class FedMKAvg(FedMK):
         images, labels = concatenate_images(knowledge.values(), clients.aggregation)
         sent = self.draw_sent_images(labels, clients.stream("mixing"))
         cohort = self.sample_cohort(clients)
-        answers = train_models(clients, cohort, self.local_train, state.model, images=images[sent], labels=labels[sent])
+        distills = (
+            self.train_first and self.teacher_weight > 0 and clients.round <= self.distill_until and len(labels) > 0
+        )
+        answers = train_models(
+            clients,
+            cohort,
+            self.local_train,
+            state.model,
+            self.counts_schema(state) if distills else None,
+            images=images[sent],
+            labels=labels[sent],
+            counted=distills,
+        )
         state = replace(state, model=average_by_size(answers))
-        if not self.replay_steps or not len(images):
+        if not distills:
             return state
-        (result,) = clients.map_on_server(
-            self.replay, [{}], model=state.model, generator=state.generator, images=images, labels=labels
+        result = self.train_server(
+            clients, answers, model=state.model, generator=state.generator, images=images, labels=labels
         )
         if not result["finite"]:
-            self.warn(clients, "training on D̂ diverged, so the mean of the models is kept; lower -o replay_lr")
+            self.warn(clients, "training on D̂ diverged, so the mean of the models is kept; lower -o distill_lr")
         return replace(state, model=result["model"], generator=result["generator"])
 
     def draw_sent_images(self, labels: Tensor, stream: torch.Generator) -> Tensor:
@@ -151,17 +170,19 @@ class FedMKAvg(FedMK):
         """The form of an answer; with `train_first`, it has a trained model and the samples per class, too."""
         if not self.train_first:
             return super().answer_schema(state)
-        counts = Shaped((len(state.empty),), torch.int64, MAX_SAMPLES)
-        return super().answer_schema(state) | model_schema(state.model) | {"counts": counts}
+        return super().answer_schema(state) | model_schema(state.model) | self.counts_schema(state)
+
+    def counts_schema(self, state: FedMKState) -> dict[str, Any]:
+        """The form of a client's samples per class, which weigh its model as a teacher."""
+        return {"counts": Shaped((len(state.empty),), torch.int64, MAX_SAMPLES)}
 
     @on_client(exact=("model",))
     def condense(self, client: Client, model: Weights, shared: Knowledge) -> dict[str, Any]:
         """Condenses the client's samples; with `train_first`, also trains the global model on them."""
         answer = super().condense(client, model=model, shared=shared)
         if self.train_first:
-            counts = torch.bincount(client.train.labels, minlength=client.task.classes)
-            trained = self.fit_model(client, model, self.first_steps)
-            answer |= {"model": trained, "size": len(client.train), "counts": counts}
+            trained = self.fit_model(client, model, self.first_steps, self.first_schedule)
+            answer |= {"model": trained, "size": len(client.train), "counts": count_classes(client)}
         return answer
 
     def server_start(self, state: FedMKState, answers: Answers) -> Weights:
@@ -200,25 +221,34 @@ class FedMKAvg(FedMK):
                 soft = mix_by_class([teacher(x) for teacher in teachers], counts)
             return F.cross_entropy(net(x), torch.lerp(targets, soft, self.teacher_weight))
 
-        lr = self.server_lr or self.inner_lr
-        return self.train_on_images(
-            server, model, generator, images, labels, steps=self.server_steps, lr=lr, real_loss=loss
-        )
+        steps, lr = self.server_steps, self.server_lr or self.inner_lr
+        if server.round > self.condense_rounds:
+            steps, lr = self.distill_steps, self.distill_lr
+        return self.train_on_images(server, model, generator, images, labels, steps=steps, lr=lr, real_loss=loss)
 
     # --- later rounds ---
 
     @on_client(stream="train", exact=("model",))
-    def local_train(self, client: Client, model: Weights, images: Tensor, labels: Tensor) -> dict[str, Any]:
+    def local_train(
+        self, client: Client, model: Weights, images: Tensor, labels: Tensor, counted: bool
+    ) -> dict[str, Any]:
         """Trains the global model on the client's samples, and on images of D̂ if it got any."""
-        trained = self.fit_model(client, model, self.local_steps, images, labels)
-        return {"model": trained, "size": len(client.train)}
+        trained = self.fit_model(client, model, self.local_steps, self.lr_schedule, images, labels)
+        answer = {"model": trained, "size": len(client.train)}
+        return answer | ({"counts": count_classes(client)} if counted else {})
 
     def fit_model(
-        self, client: Client, model: Weights, steps: int, images: Tensor | None = None, labels: Tensor | None = None
+        self,
+        client: Client,
+        model: Weights,
+        steps: int,
+        schedule: LRSchedule,
+        images: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Weights:
         """The model after this many steps of training."""
         net = client.net(model)
-        optimizer = LocalOptimizer(momentum=self.local_momentum, lr_schedule=self.lr_schedule)
+        optimizer = LocalOptimizer(momentum=self.local_momentum, lr_schedule=schedule)
         batches = self.local_batches(client, steps, images, labels)
         loss = calibrated_loss(client) if self.calibrate else task_loss(client.task)
         clip = None if self.clip_norm is None else partial(clip_gradients, self.clip_norm)
@@ -240,14 +270,10 @@ class FedMKAvg(FedMK):
                 x, y = torch.cat([x, mixed[0][drawn]]), torch.cat([y, mixed[1][drawn]])
             yield apply_affine(x, draw_affine(len(x), moves)) if self.augment_local else x, y
 
-    @on_server(stream="replay")
-    def replay(
-        self, server: Server, model: Weights, generator: Weights, images: Tensor, labels: Tensor
-    ) -> dict[str, Any]:
-        """Trains the mean model on D̂ as in a round of FedMK, with `replay_steps` and `replay_lr`."""
-        return self.train_on_images(
-            server, model, generator, images, labels, steps=self.replay_steps, lr=self.replay_lr
-        )
+
+def count_classes(client: Client) -> Tensor:
+    """The number of the client's samples of each class (n_kc)."""
+    return torch.bincount(client.train.labels, minlength=client.task.classes)
 
 
 def mix_by_class(logits: Sequence[Tensor], counts: Tensor) -> Tensor:
@@ -279,6 +305,6 @@ def clip_gradients(limit: float, parameters: list[Tensor], gradients: tuple[Tens
 
 def calibrated_loss(client: Client) -> Loss:
     """Cross-entropy of the scores plus log((n_c + 1) / (n + classes)), for n_c of the client's n samples in class c."""
-    counts = torch.bincount(client.train.labels, minlength=client.task.classes) + 1
+    counts = count_classes(client) + 1
     shift = (counts / counts.sum()).log()
     return lambda net, x, y: client.task.loss(net(x) + shift, y)
