@@ -22,7 +22,7 @@ from fewer.methods import find
 from fewer.report.style import assign_styles
 from fewer.report.tables import plot_recipe
 from fewer.runs.experiment import make_method, parse_settings
-from fewer.statistics import format_number, interval
+from fewer.statistics import format_interval, format_number, interval
 from tests.helpers import call
 
 
@@ -248,11 +248,14 @@ def test_a_row_can_run_in_some_columns_only(tmp_path: Path) -> None:
 def test_a_slow_row_may_have_fewer_seeds(tmp_path: Path) -> None:
     text = RECIPE.replace('[[column]]\nname = "α = 5"\nalpha = 5.0\n', "").replace("tune = true", "seeds = 1")
     file = tmp_path / "small.toml"
-    file.write_text(text)
+    file.write_text('rivals = ["FedAvg, given"]\nmean = "clients"\n' + text)
     plan, (full, slow) = recipes.reproduce(str(file), tmp_path / "runs")
     assert full.ours.seeds == [0, 1] and slow.ours.seeds == [0]
     page = recipes.render_markdown(plan, [full, slow], "", False)
     assert "Rows with fewer seeds, because they are slow: FedProx, tuned 1." in page
+    ours, rival = slow.ours.unit_accuracies[0], full.ours.unit_accuracies[0]  # seed 0 of both
+    difference = interval([ours[client] - rival[client] for client in ours])
+    assert f"| FedProx, tuned | α = 0.5 | {format_interval(difference, 1)} |" in page
 
 
 def test_a_slow_column_may_have_fewer_seeds(tmp_path: Path) -> None:

@@ -490,7 +490,8 @@ def _format_difference(ours: Sequence[Mapping[str, float]], rivals: Sequence[Map
     """Formats the paired differences; a dash for the rival itself, or if no unit was evaluated in both rows."""
     if not rivals:
         return "–"
-    seeds = [[a[unit] - b[unit] for unit in a if unit in b] for a, b in zip(ours, rivals, strict=True)]
+    pairs = zip(ours, rivals, strict=False)  # a slow row has only the first seeds
+    seeds = [[a[unit] - b[unit] for unit in a if unit in b] for a, b in pairs]
     if ours is rivals or not all(seeds):
         return "–"
     half = half_width([statistics.fmean(differences) for differences in seeds])
