@@ -233,7 +233,7 @@ def reproduce(
 
     [dim]fewer reproduce baselines/mnist --quick[/dim]
     """
-    from fewer.experiments import recipes
+    from fewer.experiments import pages, recipes
     from fewer.report.style import png
     from fewer.report.tables import plot_recipe, write_study
     from fewer.runs.progress import show_progress
@@ -265,12 +265,12 @@ def reproduce(
     chosen_columns = "".join(f' --column "{title}"' for title in column or ())
     command = f"fewer reproduce {name}" + (" --quick" if quick else "") + chosen_columns
     pictures = {kind: png(figure) for kind, figure in plot_recipe(recipe, cells).items()}
-    pages = recipes.write_results(stem, recipe, cells, results, command, quick, pictures, study, row or ())
+    written = pages.write_results(stem, recipe, cells, results, command, quick, pictures, study, row or ())
     if study:
-        write_study(study, pages[0].with_suffix(""))
-    if not printing.write_json(json_file, json.loads(pages[1].read_text())):
-        print(pages[0].read_text())
-        print(f"Written: {', '.join(map(str, pages))}; run directories: {folder}")
+        write_study(study, written[0].with_suffix(""))
+    if not printing.write_json(json_file, json.loads(written[1].read_text())):
+        print(written[0].read_text())
+        print(f"Written: {', '.join(map(str, written))}; run directories: {folder}")
 
 
 @app.command(rich_help_panel="Inspect")
