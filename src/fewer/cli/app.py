@@ -276,7 +276,10 @@ def reproduce(
 @app.command(rich_help_panel="Inspect")
 def report(
     paths: Annotated[list[Path], Argument(metavar="RUN...", help="Run directories, or directories of runs.")],
-    out: Annotated[Path, Option(metavar="DIR", help="Directory of the report.")] = Path("report"),
+    out: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Directory of the report. \\[default: RUN/report; for several RUNs report]"),
+    ] = None,
 ) -> None:
     """Write an HTML report on one or more runs: who won, at what cost and why, with plots and all settings.
 
@@ -286,7 +289,8 @@ def report(
     """
     from fewer.report.page import write_report
 
-    page, *plots = write_report([run for path in paths for run in _runs_in(path)], out)
+    folder = out or (paths[0] / "report" if len(paths) == 1 else Path("report"))
+    page, *plots = write_report([run for path in paths for run in _runs_in(path)], folder)
     print(page)
     if plots:
         print(f"{len(plots)} plot files in {plots[0].parent}")
