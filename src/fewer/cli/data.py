@@ -149,7 +149,7 @@ def _describe_stored(raw: RawDataset) -> dict[str, Any]:
 
 
 def _print_facts(facts: Mapping[str, Any]) -> None:
-    """Prints facts, one per line, without those that are empty."""
+    """Prints the facts that are not empty, one per line."""
     from fewer.data.checks import list_names
 
     for key, value in facts.items():

@@ -133,7 +133,7 @@ def has_random_encoder(task: Task, seed: int) -> bool:
     if task.pretrained is not None:
         return False
     parts = []
-    for number in (seed + 1, seed):  # in this order the task keeps the weights of its own seed
+    for number in (seed + 1, seed):  # the task caches the last one: that of the run
         net = task.net()
         load_weights(net, task.initial_weights(number))
         parts.append([parameter.detach() for parameter in split_net(net)[0].parameters()])
