@@ -44,8 +44,9 @@ lint: .venv/.installed         ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: .venv/.installed       ## format the code; write the type stub and the index of results
+format: .venv/.installed       ## format the code; write the type stub and the pages of results
 	$(BIN)/python tools/make_stub.py
+	$(BIN)/python tools/render_results.py
 	$(BIN)/python tools/make_results_index.py
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -67,7 +68,7 @@ reproduce: .venv/.installed    ## the tables of docs/results (hours; needs FEWER
 	$(BIN)/fewer reproduce fedmk/table1
 
 check-results: .venv/.installed ## re-run the cheapest cell of each result (hours; needs FEWER_DATA)
-	$(BIN)/python tools/check_results.py
+	$(BIN)/python -m tools.check_results
 
 clean:                         ## remove the environment and all build products
 	rm -rf .venv build dist

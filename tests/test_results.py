@@ -9,6 +9,7 @@ from fewer.experiments import recipes
 from fewer.methods import find
 from fewer.runs.experiment import make_method
 from fewer.runs.settings import neutral_options, settings_hash
+from tools.render_results import render_page
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
 FILES = sorted(RESULTS.glob("*/*.json"))
@@ -24,6 +25,7 @@ def test_a_published_result_has_known_names_and_matching_hashes(file: Path) -> N
     name = content["command"].split()[2]
     assert plan == recipes.load_recipe(name) and file.stem.startswith(name.split("/")[1])
     page = file.with_suffix(".md").read_text()
+    assert page == render_page(file, CHECKS), "run python tools/render_results.py"
     for cell in cells:
         method = find(cell.ours.method)
         assert method.name == cell.ours.method

@@ -1,6 +1,6 @@
 """Re-runs the cheapest cell of every published result and compares it with the published numbers.
 
-    FEWER_DATA=DIR python tools/check_results.py [NAME…] [--out docs/results/checks.json]
+    FEWER_DATA=DIR python -m tools.check_results [NAME…] [--out docs/results/checks.json]
 
 For each result in docs/results it runs the first seed of the cell with the fewest recorded seconds, with the recorded
 method options (a tuned row is not tuned again). It compares the accuracy of every evaluated round and of every client
@@ -10,7 +10,7 @@ Floating-point results differ between processors. `--reference` names an output 
 with another version of the code. The digests of all accuracies must then be equal.
 
 Results that the output file lists with the same settings hash are skipped, so an interrupted check resumes. At the
-end, the footer of each page is rewritten from the output file.
+end, all pages are written again with a note on their check.
 """
 
 from __future__ import annotations
@@ -25,56 +25,13 @@ from typing import Any
 
 import torch
 
-from fewer.experiments import recipes
+from fewer.experiments import pages, recipes
 from fewer.experiments.compare import read_unit_accuracies
 from fewer.experiments.recipes import Cell
 from fewer.runs.engine import run_experiment
 from fewer.runs.experiment import build_experiment
 from fewer.runs.result import Result
-
-FOOTER = "\n---\n\n"
-RENAMED = (
-    "Key names in this result were renamed after it was made; no number changed. The settings hashes were recomputed "
-    "from the recorded settings, which give the originally published hashes under the old names."
-)
-
-
-def load_checks(path: Path) -> dict[str, Any]:
-    """Loads the finished checks by the name of the result."""
-    return dict(json.loads(path.read_text())) if path.exists() else {}
-
-
-def add_footer(page: str, check: Mapping[str, Any] | None) -> str:
-    """Returns the page with a footer that says what was verified."""
-    return page.partition(FOOTER)[0].rstrip("\n") + "\n" + FOOTER + f"{RENAMED} {describe_check(check)}\n"
-
-
-def describe_check(check: Mapping[str, Any] | None) -> str:
-    """Describes the outcome of a check in words."""
-    if check is None:
-        return "No cell was re-run with the renamed code yet."
-    text = f"The cell *{check['row']}, {check['column']}, seed {check['seed']}* was re-run with the renamed code"
-    compared = [f"{check['rounds_compared']} evaluated rounds"] if check["rounds_compared"] > 1 else []
-    compared += [f"{check['units_compared']} clients or groups"] if check["units_compared"] else []
-    accuracy = "accuracy" + (f" (final, and of {' and '.join(compared)})" if compared else "")
-    published, new = (f"{100 * check['accuracy'][key]:.2f} %" for key in ("published", "new"))
-    if check["agrees"]:
-        return f"{text}: {accuracy} agrees exactly with the published numbers. {_describe_bytes(check)}"
-    if check.get("agrees_with_reference"):
-        return (
-            f"{text} and, on the same machine, with the code before the renaming (commit 5a0abda): {accuracy} agrees "
-            f"exactly. Both give {new} on that machine, where {published} is published: floating-point results depend "
-            f"on the processor. {_describe_bytes(check)}"
-        )
-    return f"{text} and does not agree: {new} where {published} is published."
-
-
-def _describe_bytes(check: Mapping[str, Any]) -> str:
-    up, down = check["bytes_up"], check["bytes_down"]
-    if up["new"] == up["published"] and down["new"] == down["published"]:
-        return "The bytes sent are the published ones."
-    changes = [f"{total['new'] - total['published']:+,} of {total['published']:,}" for total in (up, down)]
-    return f"Traffic differs by the length of renamed fields: {changes[0]} bytes up, {changes[1]} bytes down."
+from tools.render_results import load_checks, render_all
 
 
 def check_cell(content: Mapping[str, Any], index: int, reference: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -98,7 +55,7 @@ def check_cell(content: Mapping[str, Any], index: int, reference: Mapping[str, A
         "hash": ours.hash,
         "seconds": round(time.perf_counter() - start, 1),
         "published_seconds": round(ours.seconds, 1),
-        "machine": f"{recipes.describe_machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "machine": f"{pages.describe_machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "accuracy": {"published": ours.accuracies[0], "new": accuracy},
         "rounds_compared": len(curve),
         "units_compared": len(units),
@@ -135,18 +92,17 @@ def format_check(name: str, check: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Checks the results, cheapest first, and rewrites the footers of the pages."""
+    """Checks the results, cheapest first, and writes the pages again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="results such as fedmk/table3 [default: all]")
     parser.add_argument("--results", type=Path, default=Path("docs/results"))
     parser.add_argument("--out", type=Path, help="[default: checks.json among the results]")
     parser.add_argument("--reference", type=Path, help="output of this check with another version of the code")
-    parser.add_argument("--footers", action="store_true", help="only rewrite the footers of the pages")
     args = parser.parse_args()
     out = args.out or args.results / "checks.json"
     done, references = load_checks(out), load_checks(args.reference) if args.reference else {}
     todo = []
-    for path in [] if args.footers else sorted(args.results.glob("*/*.json")):
+    for path in sorted(args.results.glob("*/*.json")):
         name = f"{path.parent.name}/{path.stem}"
         content = json.loads(path.read_text())
         index = min(range(len(content["cells"])), key=lambda i: content["cells"][i]["ours"]["seconds"])
@@ -158,9 +114,7 @@ def main() -> None:
         done[name] = check_cell(content, index, references.get(name))
         out.write_text(json.dumps(dict(sorted(done.items())), indent=1, ensure_ascii=False) + "\n")
         print(format_check(name, done[name]), flush=True)
-    for path in sorted(args.results.glob("*/*.json")):
-        page = path.with_suffix(".md")
-        page.write_text(add_footer(page.read_text(), done.get(f"{path.parent.name}/{path.stem}")))
+    render_all(args.results)
 
 
 if __name__ == "__main__":

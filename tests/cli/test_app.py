@@ -147,6 +147,20 @@ def test_a_misspelled_flag_suggests_the_right_one() -> None:
     assert "No such option" in result.stderr and "--rounds" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["run", "fedavg", "--lr", "0.1"], "write -o lr=0.1 "),
+        (["compare", "fedavg", "local", "--local-steps=5"], "write -o local_steps=5 "),
+        (["run", "fedavg", "--batch-size"], "write -o batch_size=VALUE "),
+    ],
+)
+def test_an_option_of_a_method_as_a_flag_is_an_error_that_shows_how_to_write_it(args: list[str], text: str) -> None:
+    stderr = " ".join(call(*args, code=2).stderr.replace("│", " ").split())
+    assert f"{args[-2 if args[-1] == '0.1' else -1].partition('=')[0]} is an option of a method: {text}" in stderr
+    assert "No such option" in call("predict", "x", "--lr", "0.1", code=2).stderr
+
+
 def test_compare_prints_one_table_and_resumes(tmp_path: Path) -> None:
     args = ["compare", "local", "fedprox", *DIGITS, "--rounds", "2", "--seeds", "2", "-o", "fedprox.mu=0.3"]
     file = tmp_path / "table.json"
@@ -341,6 +355,9 @@ def test_run_compare_and_report_write_a_page(tmp_path: Path) -> None:
     assert "fedavg" in page and "local" in page
     call("report", tmp_path / "both", tmp_path / "run", "--out", tmp_path / "page")
     assert (tmp_path / "page/report.html").exists()
+    (tmp_path / "both/report/report.html").unlink()
+    assert str(tmp_path / "both/report/report.html") in call("report", tmp_path / "both").stdout
+    assert (tmp_path / "both/report/report.html").exists()
     call("run", "fedavg", *DIGITS, "--rounds", "1", "--out", tmp_path / "bare", "--no-report")
     assert not (tmp_path / "bare/report").exists()
     assert "is not a run directory" in call("report", tmp_path / "none", code=2).stderr

@@ -34,6 +34,23 @@ def test_inspect_lists_columns_classes_and_notes(tmp_path: Path) -> None:
     assert facts["samples per class"] == {"no": 16, "yes": 32} and len(facts["notes"]) == 3
 
 
+def test_inspect_describes_data_as_it_is_stored(tmp_path: Path) -> None:
+    rows = "".join(f"{row},{row % 3},{'yes' if row % 2 else 'no'},{'ABC'[row % 3]}\n" for row in range(12))
+    (tmp_path / "a.csv").write_text(f"a,b,label,ward\n{rows}")
+    arguments = ["data", "inspect", f"csv:{tmp_path}/a.csv", "--data-option=client=ward", f"--out={tmp_path}"]
+    failed = call(*arguments, "--partition=iid", "--clients=50", code=2)  # the first lines help to choose --clients
+    lines = failed.stdout.splitlines()
+    assert lines[0] == "as stored" and "samples                 12" in lines and "input                   [2]" in lines
+    assert "columns                 a, b" in lines and "samples per class       no 6, yes 6" in lines
+    assert "clients                 3 (partition natural keeps them)" in lines and "cannot partition" in failed.stderr
+    stored = json.loads(call(*arguments, "--partition=natural", "--json=-").stdout)["stored"]
+    assert stored["classes"] == 2 and stored["test samples"].startswith("none")
+    printed = call("data", "inspect", "shakespeare-mini", "--out", tmp_path).stdout
+    assert printed.index("as stored") < printed.index("by client (partition ") < printed.index("vocabulary")
+    images = json.loads(call("data", "inspect", "fashion-mini", "--out", tmp_path, "--json", "-").stdout)["stored"]
+    assert images["test samples"] == 1000 and images["samples"] == 6000 and images["samples per class"]["coat"] == 600
+
+
 def test_data_get_needs_a_target_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FEWER_DATA", raising=False)
     assert "no target directory: pass --data-dir or set FEWER_DATA" in call("data", "get", "mnist", code=2).stderr

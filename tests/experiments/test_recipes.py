@@ -15,8 +15,8 @@ import pytest
 
 from fewer.data.sources import EMBEDDED
 from fewer.errors import SettingError
-from fewer.experiments import Row, recipes
-from fewer.experiments.studies import parse_study
+from fewer.experiments import Row, pages, recipes
+from fewer.experiments.studies import Study, parse_study
 from fewer.experiments.tune import Trial
 from fewer.methods import find
 from fewer.report.style import assign_styles
@@ -127,7 +127,7 @@ def test_a_row_runs_again_and_the_others_stay(tmp_path: Path) -> None:
     assert [(old["row"], old["column"]) for old, _ in pairs] == [(new["row"], new["column"]) for _, new in pairs]
     assert [old == new for old, new in pairs] == [False, True, False, True]
     assert {new["ours"]["settings"]["lr"] for _, new in pairs[::2]} == {0.07}
-    assert "Rows made later than the others (`--row`): FedAvg, given." in text and after["later"] == ["FedAvg, given"]
+    assert "With `--row`, after the others:\n\n- FedAvg, given\n" in text and after["later"] == ["FedAvg, given"]
     # A table keeps no row that its recipe would make with other settings, or not at all.
     for change, wrong in (("rounds = 2\n", "rounds = 3\n"), ("trials = 1", "trials = 2"), ("seeds = 1", "seeds = 2")):
         assert change in recipe
@@ -218,7 +218,7 @@ def test_a_recipe_can_average_over_clients_and_change_settings_of_a_row(tmp_path
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert json.loads((run / "settings.json").read_text())["settings"]["validation"] == 0.3
     assert given.ours.accuracy == pytest.approx(np.mean(list(last["clients"].values()))) != last["accuracy"]
-    assert "Mean accuracy over clients" in recipes.render_markdown(plan, [given, tuned], "", False)
+    assert "Mean accuracy over clients" in pages.render_markdown(plan, [given, tuned], "", False)
     other = tmp_path / "runs/alpha-0.5/fedprox-tuned-seed0/settings.json"
     assert json.loads(other.read_text())["settings"]["validation"] == 0 and len(tuned.ours.trials) == 2
 
@@ -235,10 +235,12 @@ def test_a_row_can_run_in_some_columns_only(tmp_path: Path) -> None:
         ("FedProx, tuned", "α = 5"),
     ]
     tuned, given, _ = cells
-    page = recipes.render_markdown(plan, cells, "", False)
+    page = pages.render_markdown(plan, cells, "", False)
     assert f"| FedAvg, given | – | {given.format_accuracy()} |\n" in page  # costs are in a table of their own
     assert f"| FedAvg, given | α = 5 | {format_number(given.ours.mb_up)} |" in page
-    assert "| FedProx, tuned | α = 0.5 | – |\n" in page  # its rival did not run there
+    assert (
+        "α = 0.5:\n\n| method | minus FedAvg, given |\n|---|---|\n| FedProx, tuned | – |\n" in page
+    )  # no rival ran there
     assert f"{tuned.format_accuracy()} | {cells[2].format_accuracy()} |\n" in page
     file.write_text(text.replace('["α = 5"]', '["α = 6"]'))
     with pytest.raises(SettingError, match="unknown column .α = 6., did you mean .α = 5"):
@@ -251,11 +253,11 @@ def test_a_slow_row_may_have_fewer_seeds(tmp_path: Path) -> None:
     file.write_text('rivals = ["FedAvg, given"]\nmean = "clients"\n' + text)
     plan, (full, slow) = recipes.reproduce(str(file), tmp_path / "runs")
     assert full.ours.seeds == [0, 1] and slow.ours.seeds == [0]
-    page = recipes.render_markdown(plan, [full, slow], "", False)
+    page = pages.render_markdown(plan, [full, slow], "", False)
     assert "Rows with fewer seeds, because they are slow: FedProx, tuned 1." in page
     ours, rival = slow.ours.unit_accuracies[0], full.ours.unit_accuracies[0]  # seed 0 of both
     difference = interval([ours[client] - rival[client] for client in ours])
-    assert f"| FedProx, tuned | α = 0.5 | {format_interval(difference, 1)} |" in page
+    assert f"| FedProx, tuned | {format_interval(difference, 1)} |" in page
 
 
 def test_a_slow_column_may_have_fewer_seeds(tmp_path: Path) -> None:
@@ -264,7 +266,7 @@ def test_a_slow_column_may_have_fewer_seeds(tmp_path: Path) -> None:
     file.write_text(text)
     plan, cells = recipes.reproduce(str(file), tmp_path / "runs")
     assert {cell.column: cell.ours.seeds for cell in cells} == {"α = 0.5": [0, 1], "α = 5": [0]}
-    page = recipes.render_markdown(plan, cells, "", False)
+    page = pages.render_markdown(plan, cells, "", False)
     assert "Columns with fewer seeds, because they are slow: α = 5 1." in page and "Rows with" not in page
 
 
@@ -300,7 +302,7 @@ def test_a_recipe_draws_one_plot_by_round_and_one_by_megabytes(tmp_path: Path) -
     ends = [np.asarray(figure.axes[0].lines[0].get_xdata())[-1] for figure in drawn.values()]
     assert ends == pytest.approx([2, 8])
     pictures = dict.fromkeys(drawn, b"picture")
-    written = recipes.write_results("small", plan, cells, tmp_path, "fewer reproduce small", False, pictures)
+    written = pages.write_results("small", plan, cells, tmp_path, "fewer reproduce small", False, pictures)
     assert [path.name for path in written] == ["small.md", "small.json", "small-rounds.png", "small.png"]
     assert "(small-rounds.png)" in written[0].read_text() and "(small.png)" in written[0].read_text()
 
@@ -350,9 +352,9 @@ def test_counted_operations_get_a_plot_and_columns() -> None:
     ]
     (kind,), (figure,) = zip(*plot_recipe(plan, counted).items(), strict=True)
     assert kind == "gflop" and list(figure.axes[0].lines[0].get_xdata()) == pytest.approx([1.5, 3.0])
-    text = recipes.render_markdown(plan, counted, "command", quick=False, images={"gflop": "x-gflop.png"})
+    text = pages.render_markdown(plan, counted, "command", quick=False, images={"gflop": "x-gflop.png"})
     assert "| MB up | MB down | GFLOP | seconds |" in text and "| 6 | 2 | 3 | 7 |" in text and "(x-gflop.png)" in text
-    assert "GFLOP" not in recipes.render_markdown(plan, [cells[0], *counted[1:]], "command", quick=False)
+    assert "GFLOP" not in pages.render_markdown(plan, [cells[0], *counted[1:]], "command", quick=False)
 
 
 def add_flops(curves: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
@@ -364,32 +366,33 @@ def test_tuned_rows_show_their_trials_and_what_is_at_an_edge() -> None:
     plan, cells = make_cells()
     trials = [Trial({"lr": lr}, value, 0.01) for lr, value in ((0.1, 0.5), (0.3, 0.7), (0.9, None), (0.03, 0.6))]
     tuned = [replace(cell, ours=replace(cell.ours, trials=trials, settings={"lr": 0.3})) for cell in cells]
-    text = recipes.render_markdown(plan, tuned, "command", quick=False)
-    assert "| FedAvg, tuned | α = 5 | 4 | 50.0 | 60.0 | 70.0 ± 1.0 | 1 |" in text and "lie beyond: none." in text
+    text = pages.render_markdown(plan, tuned, "command", quick=False)
+    assert "| FedAvg, tuned | α = 5 | lr 0.3 | 4 | 50.0 | 60.0 | 70.0 ± 1.0 | 1 |" in text and "beyond" not in text
     at_edge = [replace(cell, ours=replace(cell.ours, trials=trials[:2], settings={"lr": 0.3})) for cell in cells]
-    assert "FedAvg, tuned α = 5: lr 0.3" in recipes.render_markdown(plan, at_edge, "c", False).rpartition("beyond:")[2]
+    text = pages.render_markdown(plan, at_edge, "c", False)
+    assert "| FedAvg, tuned | α = 5 | lr 0.3\\* | 2 |" in text and "a better one may lie beyond" in text
 
 
 def test_a_recipe_over_samples_pairs_its_rows_by_seed() -> None:
     plan, cells = make_cells(rivals=["FedAvg, given"])
-    text = recipes.render_markdown(plan, cells, "command", quick=False)
+    text = pages.render_markdown(plan, cells, "command", quick=False)
     half = 12.706204736432095 * 0.1  # t(1 degree, 97.5 %); the differences are 0.3 and 0.1
-    assert f"| FedAvg, tuned | α = 5 | 20.0 ± {100 * half:.1f} |" in text
-    assert "paired by seed" in text and "Of 2 comparisons, about 0.1 exclude 0 by chance:" in text
+    assert text.count(f"| FedAvg, tuned | 20.0 ± {100 * half:.1f} |") == 2 and "α = 5:\n\n| method | minus" in text
+    assert "Paired by seed" in text and "Of 2 comparisons, about 0.1 exclude 0 by chance." in text
 
 
 def test_accuracy_by_round_is_in_a_table() -> None:
     plan, cells = make_cells(by_round=True)
     half = 12.706204736432095 * 0.2 / math.sqrt(2) / math.sqrt(2)  # t(1 degree, 97.5 %), two seeds that differ by 0.2
-    text = recipes.render_markdown(plan, cells, "command", quick=False)
+    text = pages.render_markdown(plan, cells, "command", quick=False)
     table = f"| method | 1 | 2 |\n|---|---|---|\n| FedAvg, given | 10.0 ± 0.0 | 40.0 ± {100 * half:.1f} |"
-    assert text.count(table) == 2 and "Accuracy by round, α = 5:" in text and "![" not in text
+    assert text.count(table) == 2 and "α = 5:\n\n| method | 1 |" in text and "![" not in text
     plan, cells = make_cells(by_round=[2, 3])
     late = recipes.Cell("FedAvg, given", "α = 0.5", make_row("fedavg", [[0.1, 0.3], [0.1, 0.5]], first=2), None)
-    text = recipes.render_markdown(plan, [late, *cells[1:]], "command", quick=False)
+    text = pages.render_markdown(plan, [late, *cells[1:]], "command", quick=False)
     assert "| method | 2 | 3 |" in text and "| FedAvg, given | 10.0 ± 0.0 | 40.0 ±" in text
     assert "| FedAvg, tuned | 60.0 ± 0.0 | – |" in text
-    assert "| method | 1 |" not in text and "Accuracy by round" not in recipes.render_markdown(
+    assert "| method | 1 |" not in text and "Accuracy by round" not in pages.render_markdown(
         *make_cells(), "command", False
     )
 
@@ -402,9 +405,56 @@ def test_a_table_says_what_its_intervals_cover(units: str) -> None:
         replace(cell, ours=replace(cell.ours, groups=4, units=units, unit_accuracies=accuracies["tuned" in cell.row]))
         for cell in cells
     ]
-    text = recipes.render_markdown(plan, cells, "command", quick=False)
-    assert f"95 % CI over 4 {units};" in text and f"over all {units} that both rows were evaluated on" in text
-    assert "| FedAvg, tuned | α = 5 | 15.0 ±" in text and "| FedAvg, given | α = 5 | – |" in text
+    text = pages.render_markdown(plan, cells, "command", quick=False)
+    assert f"95 % CI over 4 {units}." in text and f"over all {units} that both rows were evaluated on" in text
+    assert "| FedAvg, tuned | 15.0 ±" in text and "| FedAvg, given | – |" in text
+
+
+def test_the_result_is_one_sentence_computed_from_the_numbers() -> None:
+    def describe(**rows: list[float]) -> str:
+        return pages.describe_result(
+            [
+                recipes.Cell(name, "x", make_row("fedavg", [[value] for value in row]), None)
+                for name, row in rows.items()
+            ]
+        )
+
+    assert describe(A=[0.5, 0.7], B=[0.4, 0.6]) == (
+        "*A* leads significantly with 60.00 ± 127.06 %, ahead of *B* with 50.00 ± 127.06 %."  # always by 10 points
+    )
+    assert describe(A=[0.5, 0.5], B=[0.4, 0.5]).endswith(
+        "ahead of *B* with 45.00 ± 63.53 %, but no lead is significant."
+    )
+    three = describe(A=[0.5, 0.5], B=[0.4, 0.4], C=[0.3, 0.45])
+    assert three.endswith("50.00 ± 0.00 %, significantly ahead of all but *C* with 37.50 ± 95.30 %.")
+    _, cells = make_cells()
+    assert pages.describe_result(cells) == (
+        "*FedAvg, tuned* leads with 60.00 ± 0.00 % (α = 0.5, not significantly), "
+        "60.00 ± 0.00 % (α = 5, not significantly)."
+    )
+    many = [replace(cell, column=f"{cell.column} {number}") for number in range(2) for cell in cells]
+    assert pages.describe_result(many) == "best in 4 columns: *FedAvg, tuned* in 4; 0 of these leads are significant."
+    single = [replace(cell, ours=replace(cell.ours, ci95=None, seeds=[0])) for cell in cells[:2]]
+    assert pages.describe_result(single).endswith("ahead of *FedAvg, given* with 40.00 %; one seed only.")
+    lower = {"name": "rmse", "higher_is_better": False, "percent": False}
+    cells = [replace(cell, ours=replace(cell.ours, metric=lower)) for cell in cells[:2]]
+    assert pages.describe_result(cells).startswith("*FedAvg, given* has the lowest mean, 0.4 ± 1.3")
+    assert pages.describe_result(cells[:1]) == "*FedAvg, given* reaches 0.4 ± 1.3."
+
+
+def test_a_page_follows_from_its_json(tmp_path: Path) -> None:
+    plan, cells = make_cells(figure="rounds", about="One. " * 4)
+    study = Study(["", "## A study", "", "Text."], {"number": 1})
+    written = pages.write_results(
+        "small", plan, cells, tmp_path, "c", False, {"rounds": b"p"}, study, ["FedAvg, tuned"]
+    )
+    page = written[0].read_text()
+    assert pages.render_file(written[1]) == page and "(small.png)" in page
+    assert page.index("**Result:**") < page.index("| method |") < page.index("small.png") < page.index("## A study")
+    assert page.index("## A study") < page.index("## Setting") < page.index("<details") and "- FedAvg, tuned\n" in page
+    assert "One. One. One.\n\nOne.\n" in page
+    written[2].unlink()
+    assert "small.png" not in pages.render_file(written[1]) and "A note." in pages.render_file(written[1], ["A note."])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fewer.errors import RunError, SettingError
 from fewer.methods.fedavg import FedAvg
 from fewer.models import EncoderHead
 from fewer.models.frozen import FrozenEncoder, HeadBuilder, HeadNet
-from fewer.runs.experiment import build_experiment, parse_settings
+from fewer.runs.experiment import build_experiment, parse_settings, warn_once
 from fewer.runs.inference import predict
 from fewer.runs.machines import ClientDaemon, _describe_session
 from fewer.runs.result import open_run
@@ -39,6 +39,17 @@ def make_net(seed: int = 0) -> EncoderHead:
 def run(data: Any = "digits", net: nn.Module | None = None, **settings: Any) -> Any:
     named: dict[str, Any] = {"clients": 6, "alpha": 1.0} if data == "digits" else {}
     return fewer.run(METHOD, data, model=net or make_net(), freeze="encoder", **named, **settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "warns"), [("mlp", True), (lambda: make_net(3), False), (make_net(), False), (EncoderHead, True)]
+)
+def test_random_encoders_are_frozen_with_a_warning(model: Any, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    if model is EncoderHead:
+        model = lambda: EncoderHead(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)), 5, 10)  # noqa: E731
+    fewer.run(METHOD, "digits", model=model, freeze="encoder", clients=6, alpha=1.0)
+    assert ("starts from random weights" in caplog.text) == warns
 
 
 def feature_arrays(data: ArrayData, net: EncoderHead) -> list[tuple[Any, Any]]:

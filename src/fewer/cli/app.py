@@ -233,7 +233,7 @@ def reproduce(
 
     [dim]fewer reproduce baselines/mnist --quick[/dim]
     """
-    from fewer.experiments import recipes
+    from fewer.experiments import pages, recipes
     from fewer.report.style import png
     from fewer.report.tables import plot_recipe, write_study
     from fewer.runs.progress import show_progress
@@ -265,18 +265,21 @@ def reproduce(
     chosen_columns = "".join(f' --column "{title}"' for title in column or ())
     command = f"fewer reproduce {name}" + (" --quick" if quick else "") + chosen_columns
     pictures = {kind: png(figure) for kind, figure in plot_recipe(recipe, cells).items()}
-    pages = recipes.write_results(stem, recipe, cells, results, command, quick, pictures, study, row or ())
+    written = pages.write_results(stem, recipe, cells, results, command, quick, pictures, study, row or ())
     if study:
-        write_study(study, pages[0].with_suffix(""))
-    if not printing.write_json(json_file, json.loads(pages[1].read_text())):
-        print(pages[0].read_text())
-        print(f"Written: {', '.join(map(str, pages))}; run directories: {folder}")
+        write_study(study, written[0].with_suffix(""))
+    if not printing.write_json(json_file, json.loads(written[1].read_text())):
+        print(written[0].read_text())
+        print(f"Written: {', '.join(map(str, written))}; run directories: {folder}")
 
 
 @app.command(rich_help_panel="Inspect")
 def report(
     paths: Annotated[list[Path], Argument(metavar="RUN...", help="Run directories, or directories of runs.")],
-    out: Annotated[Path, Option(metavar="DIR", help="Directory of the report.")] = Path("report"),
+    out: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Directory of the report. \\[default: RUN/report; for several RUNs report]"),
+    ] = None,
 ) -> None:
     """Write an HTML report on one or more runs: who won, at what cost and why, with plots and all settings.
 
@@ -286,7 +289,8 @@ def report(
     """
     from fewer.report.page import write_report
 
-    page, *plots = write_report([run for path in paths for run in _runs_in(path)], out)
+    folder = out or (paths[0] / "report" if len(paths) == 1 else Path("report"))
+    page, *plots = write_report([run for path in paths for run in _runs_in(path)], folder)
     print(page)
     if plots:
         print(f"{len(plots)} plot files in {plots[0].parent}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from fewer.errors import SettingError
 
 if TYPE_CHECKING:
     from fewer.data import Data
+    from fewer.data.raw_dataset import RawDataset
 
 app = App(help="List, inspect and download data.", no_args_is_help=True)
 DataDir = Annotated[Path | None, Option(metavar="DIR", help="Directory of the data files. \\[default: $FEWER_DATA]")]
@@ -52,16 +54,22 @@ def inspect(
 ) -> None:
     """Count classes, clients and samples of a dataset; plot the label distribution by client, and examples.
 
+    The first lines describe the data as it is stored, and the others what the clients get.
+
     [dim]fewer data inspect glyphs --partition natural[/dim]
     """
     import numpy as np
 
-    from fewer.data.checks import list_names
     from fewer.report.pictures import plot_examples, plot_partition
-    from fewer.runs.experiment import load_data, parse_settings
+    from fewer.runs.experiment import load_data, parse_settings, read_stored_data
 
-    started = time.monotonic()
-    data = load_data(parse_settings({**given, "data": name}))
+    started, settings = time.monotonic(), parse_settings({**given, "data": name})
+    stored = _describe_stored(read_stored_data(settings))
+    if json_file is None:
+        print("as stored")
+        _print_facts(stored)
+        print(f"\nby client (partition {settings.partition})", flush=True)  # stays if the partition is impossible
+    data = load_data(settings)
     sizes = np.array([data.size(client) for client in range(len(data))])
     facts = {
         "name": name,
@@ -84,12 +92,10 @@ def inspect(
         if (picture := plot(data)) is not None:
             pictures.append(out / f"{stem}-{kind}.png")
             picture.savefig(pictures[-1])
-    if write_json(json_file, {**facts, "pictures": [str(path) for path in pictures], "notes": data.notes}):
+    files = [str(path) for path in pictures]
+    if write_json(json_file, {**facts, "stored": stored, "pictures": files, "notes": data.notes}):
         return
-    for key, value in facts.items():
-        if value not in (None, 0, {}):
-            text = list_names([f"{k} {v:g}" for k, v in value.items()]) if isinstance(value, dict) else value
-            print(f"{key:<24}{text}")
+    _print_facts(facts)
     for note in data.notes:
         print(f"{'note':<24}{note}")
     for path in pictures:
@@ -117,6 +123,42 @@ def get(name: Annotated[str, Argument(metavar="NAME", help="A public dataset.")]
     folder = download(name, root, progress)
     print(file=sys.stderr)
     print(f"{name} is in {folder}")
+
+
+def _describe_stored(raw: RawDataset) -> dict[str, Any]:
+    """The facts about data before it is partitioned."""
+    import numpy as np
+
+    targets = np.asarray(raw.y)
+    counts = np.unique(targets, return_counts=True) if targets.ndim == 1 and targets.dtype.kind in "iu" else ((), ())
+    names = dict(enumerate(raw.class_names))
+    owners = () if raw.client_ids is None else np.unique(raw.client_ids[raw.client_ids != -1])
+    return {
+        "samples": len(raw.x),
+        "test samples": "none: each client holds some out" if raw.test is None else len(raw.test[0]),
+        "input": "text" if isinstance(raw.x, list) else list(raw.x.shape[1:]),
+        "columns": [column.name for column in raw.columns],
+        "classes": len(counts[0]) or None,
+        "samples per class": {
+            names.get(int(label), str(label)): int(count) for label, count in zip(*counts, strict=True)
+        },
+        "clients": f"{len(owners)} (partition natural keeps them)"
+        if len(owners)
+        else "not named: partition makes them",
+    }
+
+
+def _print_facts(facts: Mapping[str, Any]) -> None:
+    """Prints the facts that are not empty, one per line."""
+    from fewer.data.checks import list_names
+
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            text = list_names([f"{name} {number:g}" for name, number in value.items()])
+        else:
+            text = list_names(value) if key == "columns" else str(value)
+        if value not in (None, 0, {}, []):
+            print(f"{key:<24}{text}")
 
 
 def _count_classes(data: Data) -> dict[str, int]:

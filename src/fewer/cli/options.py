@@ -51,6 +51,32 @@ class SettingsCommand(TyperCommand):
     def params(self, params: list[click.Parameter]) -> None:
         self._params = params
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses arguments. An unknown option that is one of a method, such as --lr, is an error that names -o."""
+        try:
+            return super().parse_args(ctx, [*args])
+        except click.NoSuchOption as error:
+            name = error.option_name.removeprefix("--").replace("-", "_")
+            if any(parameter.name == "method_options" for parameter in self.params) and _is_method_option(name):
+                raise click.UsageError(_explain_method_option(error.option_name, name, args), ctx) from error
+            raise
+
+
+def _is_method_option(name: str) -> bool:
+    from fewer.methods import find
+
+    return any(name in find(method).model_fields for method in METHODS)
+
+
+def _explain_method_option(flag: str, name: str, args: Sequence[str]) -> str:
+    """Says how to write an option of a method that was given as a flag."""
+    value = next((text.partition("=")[2] for text in args if text.startswith(f"{flag}=")), "")
+    if flag in args[:-1]:
+        value = args[args.index(flag) + 1]
+    return (
+        f"{flag} is an option of a method: write -o {name}={value or 'VALUE'} (fewer methods NAME lists its options)."
+    )
+
 
 class App(typer.Typer):
     """Commands that report errors as one line, some of them `with_settings`."""

@@ -20,6 +20,8 @@ LABELS = "labels: "
 _CHANNELS = (1, 3, 4)
 _SMALLEST_IMAGE = 5
 _LISTED = 8
+_LARGE = 10
+"""A typical size of values (root of the mean square) above which training with common learning rates often fails."""
 _SCALES = 100
 """Columns of numbers whose standard deviations differ by a larger factor get a note."""
 ID_NAME = re.compile(r"(?i:(^|[^a-z])(id|index|uuid|nr|no|number))$|[a-z]I[dD]$")
@@ -111,13 +113,19 @@ def describe_code(name: str, values: Array, least: int = 2) -> str:
 
 
 def describe_scales(x: Tensor, columns: Sequence[Column]) -> tuple[str, ...]:
-    """A note on columns of numbers with very different standard deviations."""
+    """A note on columns of numbers with very different standard deviations, or with values far from 1."""
     widths = [max(1, len(column.categories)) for column in columns]
     numeric = [(c.name, start) for c, start in zip(columns, np.cumsum([0, *widths]), strict=False) if not c.categories]
     deviations = {name: float(x[:, start].double().std(correction=0)) for name, start in numeric}
     deviations = {name: deviation for name, deviation in deviations.items() if deviation > 0}
-    if not deviations or max(deviations.values()) <= _SCALES * min(deviations.values()):
+    if not deviations:
         return ()
+    if max(deviations.values()) <= _SCALES * min(deviations.values()):
+        sizes = {name: float(x[:, start].double().square().mean().sqrt()) for name, start in numeric}
+        largest = max(sizes, key=sizes.__getitem__)
+        if sizes[largest] <= _LARGE:
+            return ()
+        return (f"columns: {largest} is about {sizes[largest]:.0f} in size, which may not train; try --standardize",)
     large, small = max(deviations, key=deviations.__getitem__), min(deviations, key=deviations.__getitem__)
     factor = f"{deviations[large] / deviations[small]:.0f} times"
     return (f"columns: {large} varies {factor} as much as {small}; --standardize brings all to one scale",)

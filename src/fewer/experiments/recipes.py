@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import statistics
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
-import fewer
 from fewer.errors import SettingError, setting_error, unknown_name
 from fewer.experiments.compare import Row, SeedRunner, assign_options
 from fewer.experiments.studies import COLUMN_STUDIES, CellRuns, Study, parse_study
 from fewer.experiments.targets import TargetCost, best_value, cost_to_reach
-from fewer.experiments.tune import TRIALS, Trial, mean_client_value, pooled_value, settings_at_edge
+from fewer.experiments.tune import TRIALS, Trial, mean_client_value, pooled_value
 from fewer.methods import find
 from fewer.runs.callbacks import Callback
 from fewer.runs.experiment import make_method, parse_settings
 from fewer.runs.reader import RunReader
 from fewer.runs.settings import Settings, settings_hash
-from fewer.statistics import Interval, format_interval, format_number, half_width, interval
 
 MEASURES = {"samples": pooled_value, "clients": mean_client_value}
 """How a recipe averages accuracy (`mean`)."""
@@ -321,44 +315,6 @@ def _measure_target_cost(target: str, cell: Cell, out: Path) -> TargetCost:
     return cost_to_reach(histories(cell.row), best_value(histories(target)))
 
 
-def write_results(
-    name: str,
-    recipe: Recipe,
-    cells: list[Cell],
-    folder: Path,
-    command: str,
-    quick: bool,
-    pictures: Mapping[str, bytes] | None = None,
-    study: Study | None = None,
-    later: Sequence[str] = (),
-) -> list[Path]:
-    """Writes the table as Markdown, all data behind it as JSON, and its pictures (see `FIGURES`) as PNG.
-
-    `later` are rows that were made after the others.
-    """
-    stem = folder / (name + ("-quick" if quick else ""))
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    page, data = (stem.with_name(stem.name + kind) for kind in (".md", ".json"))
-    endings = FIGURES | ({"rounds": "-rounds.png"} if pictures and {"rounds", "megabytes"} <= set(pictures) else {})
-    images = {kind: stem.with_name(stem.name + endings[kind]) for kind in pictures or {}}
-    table = render_markdown(recipe, cells, command, quick, {kind: path.name for kind, path in images.items()})
-    if later:
-        table += f"\nRows made later than the others (`--row`): {', '.join(later)}.\n"
-    page.write_text(table + (study.render_markdown(stem.name) if study else ""))
-    content = {
-        "recipe": recipe.model_dump(mode="json"),
-        "command": command,
-        "machine": describe_machine(),
-        **({"later": list(later)} if later else {}),
-        "cells": [asdict(cell) for cell in cells],
-        **({"study": study.metrics} if study else {}),
-    }
-    data.write_text(json.dumps(content, indent=1) + "\n")
-    for kind, path in images.items():
-        path.write_bytes((pictures or {})[kind])
-    return [page, data, *images.values()]
-
-
 def read_results(content: Mapping[str, Any]) -> tuple[Recipe, list[Cell]]:
     """Reads the recipe and the cells from the JSON that `write_results` wrote."""
     cells = []
@@ -375,238 +331,6 @@ def cell_settings(recipe: Recipe, cell: Cell) -> Settings:
     position = [row.name for row in recipe.row].index(cell.row)
     settings = row_settings(column, recipe, quick=False)[position]
     return parse_settings({**settings, "method_options": cell.ours.settings, "seed": cell.ours.seeds[0]})
-
-
-def render_markdown(
-    recipe: Recipe,
-    cells: list[Cell],
-    command: str,
-    quick: bool,
-    images: Mapping[str, str] | None = None,
-    machine: str | None = None,
-) -> str:
-    """Renders our results next to the paper's, and how they were made.
-
-    `images` are file names by kind of figure. `machine` defaults to this machine.
-    """
-    columns = list(dict.fromkeys(cell.column for cell in cells))
-    lines = [f"# {recipe.title}", "", recipe.about.strip().replace("\n", " "), "", f"Paper: {recipe.paper}.", ""]
-    if quick:
-        lines += ["**Quick mode**: smaller data and fewer rounds, to try the recipe. Do not compare it with the paper."]
-        lines += [""]
-    first = cells[0].ours
-    several_seeds = len(first.seeds) > 1
-    units = f"{first.groups} {first.units}" if first.groups else "seeds" if several_seeds else None
-    interval = f"mean ± 95 % CI over {units}" if units else "one seed"
-    accuracy = "Accuracy" if recipe.mean == "samples" else "Mean accuracy over clients, each with its own model,"
-    lines += [f"{accuracy} in %, {interval}; the paper's value after the slash.", ""]
-    by_row = {row: [cell for cell in cells if cell.row == row] for row in dict.fromkeys(cell.row for cell in cells)}
-    costs = ["MB up", "MB down", *(["GFLOP", "seconds"] if _counts_flops(cells) else [])]
-    by_column = _costs_by_column(cells)
-    table = [
-        [row, *_format_columns(group, columns, Cell.format_accuracy), *([] if by_column else _format_costs(group))]
-        for row, group in by_row.items()
-    ]
-    lines += _render_table(["method", *columns, *([] if by_column else costs)], table)
-    if by_column:
-        table = [[cell.row, cell.column, *_format_costs([cell])] for cells in by_row.values() for cell in cells]
-        lines += ["", "Cost of a run:", "", *_render_table(["method", "column", *costs], table)]
-    if _counts_flops(cells):
-        lines += ["", "GFLOP: what all clients of a run spend on training, counted with the first seed."]
-    lines += _render_fewer_seeds(by_row) + _render_unseen_clients(by_row, columns)
-    for kind, image in (images or {}).items():
-        lines += ["", f"![{_ALT_TEXTS[kind]} of each row]({image})"]
-    if recipe.by_round:
-        lines += _render_rounds(recipe, cells)
-    lines += _render_differences(recipe, cells) + _render_target_costs(recipe, cells)
-    tuned = [cell for cell in cells if cell.ours.trials]
-    if tuned:
-        lines += ["", "Chosen settings of tuned rows: " + "; ".join(_format_chosen(cell) for cell in tuned) + "."]
-        lines += _render_trials(recipe, tuned)
-    hashes = ", ".join(f"{cell.row} {cell.column} `{cell.ours.hash}`" for cell in cells)
-    seeds = f"seeds {first.seeds[0]} … {first.seeds[-1]}" if several_seeds else f"seed {first.seeds[0]}"
-    lines += ["", f"Made by `{command}`, {seeds}, on {machine or describe_machine()}."]
-    lines += ["", f"<details><summary>Settings hashes</summary>{hashes}</details>", ""]
-    return "\n".join(lines)
-
-
-def describe_machine() -> str:
-    """Describes this machine and the versions of Python, torch and Fewer."""
-    return (
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, Fewer {fewer.__version__}"
-    )
-
-
-def _format_columns(cells: Sequence[Cell], columns: Sequence[str], format: Callable[[Cell], str]) -> list[str]:
-    """One text per column; a dash for a column in which the row did not run."""
-    texts = {cell.column: format(cell) for cell in cells}
-    return [texts.get(column, "–") for column in columns]
-
-
-def _render_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Renders a Markdown table."""
-    return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *(f"| {' | '.join(row)} |" for row in rows)]
-
-
-def _render_target_costs(recipe: Recipe, cells: list[Cell]) -> list[str]:
-    """Renders the cost of reaching the target, if the recipe has one."""
-    rows = []
-    for cell in cells:
-        if (cost := cell.target_cost) is not None:
-            values = [cost.round, cost.mb and format_number(cost.mb), cost.gflop and format_number(cost.gflop)]
-            texts = ["never" if cost.round is None else "–" if value is None else str(value) for value in values]
-            rows.append([cell.row, cell.column, f"{100 * cost.target:.2f}", *texts])
-    if not rows:
-        return []
-    title = f"Cost of reaching the best accuracy of *{recipe.target}* (mean over seeds, evaluated rounds only):"
-    titles = ("method", "column", "target", "rounds", "MB, up and down", "GFLOP of clients")
-    return ["", title, "", *_render_table(titles, rows)]
-
-
-def _render_differences(recipe: Recipe, cells: list[Cell]) -> list[str]:
-    """Renders the differences between each row and its rivals, if the recipe has rivals."""
-    if not recipe.rivals:
-        return []
-    groups, several_seeds = cells[0].ours.groups, len(cells[0].ours.seeds) > 1
-    units = cells[0].ours.units if groups else "clients"
-    title = f"Difference to a rival in points: mean and 95 % CI over all {units} that both rows were evaluated on. "
-    title += f"Within a seed, {units} share one trained model"
-    title += "; the CI over the seeds' means is in brackets." if several_seeds else "."
-    accuracies = {(cell.row, cell.column): cell.ours.unit_accuracies for cell in cells}
-    if recipe.mean == "samples" and several_seeds and not groups:
-        title = "Difference to a rival in points, paired by seed: mean and 95 % CI over seeds."
-        accuracies = {(cell.row, cell.column): [{"": value} for value in cell.ours.accuracies] for cell in cells}
-    rows = [
-        [row, column, *(_format_difference(ours, accuracies.get((rival, column), ())) for rival in recipe.rivals)]
-        for (row, column), ours in accuracies.items()
-    ]
-    count = sum(text != "–" for row in rows for text in row[2:])
-    title += f" Of {count} comparisons, about {count / 20:.1f} exclude 0 by chance:"
-    return ["", title, "", *_render_table(["method", "column", *(f"minus {rival}" for rival in recipe.rivals)], rows)]
-
-
-def _format_difference(ours: Sequence[Mapping[str, float]], rivals: Sequence[Mapping[str, float]]) -> str:
-    """Formats the paired differences; a dash for the rival itself, or if no unit was evaluated in both rows."""
-    if not rivals:
-        return "–"
-    pairs = zip(ours, rivals, strict=False)  # a slow row has only the first seeds
-    seeds = [[a[unit] - b[unit] for unit in a if unit in b] for a, b in pairs]
-    if ours is rivals or not all(seeds):
-        return "–"
-    half = half_width([statistics.fmean(differences) for differences in seeds])
-    mean = format_interval(interval([difference for differences in seeds for difference in differences]), 1)
-    return mean + ("" if half is None or max(map(len, seeds)) == 1 else f" (± {100 * half:.1f})")
-
-
-_ALT_TEXTS = {
-    "rounds": "Accuracy by round",
-    "megabytes": "Accuracy by megabytes sent, up and down together,",
-    "columns": "Accuracy by column",
-    "heatmap": "Accuracy by column, as a heat map,",
-    "gflop": "Accuracy by GFLOP of all clients",
-}
-FIGURES = {"rounds": ".png", "megabytes": ".png", "columns": ".png", "heatmap": ".png", "gflop": "-gflop.png"}
-"""The end of the file name of each kind of figure."""
-
-
-def _render_rounds(recipe: Recipe, cells: list[Cell]) -> list[str]:
-    """Renders a table of the accuracy after the requested rounds for each column."""
-    lines = []
-    for column in dict.fromkeys(cell.column for cell in cells):
-        by_row = {
-            cell.row: [{entry["round"]: entry["accuracy"] for entry in seed} for seed in cell.ours.curves]
-            for cell in cells
-            if cell.column == column
-        }
-        table = []
-        all_rounds = sorted({number for seeds in by_row.values() for seed in seeds for number in seed})
-        rounds = recipe.by_round if isinstance(recipe.by_round, list) else all_rounds
-        for row, seeds in by_row.items():
-            by_round = [[seed[number] for seed in seeds if number in seed] for number in rounds]
-            texts = [format_interval(interval(values), 1) if len(values) == len(seeds) else "–" for values in by_round]
-            table.append([row, *texts])
-        lines += ["", f"Accuracy by round, {column}:", "", *_render_table(["method", *map(str, rounds)], table)]
-    return lines
-
-
-def _render_fewer_seeds(by_row: Mapping[str, list[Cell]]) -> list[str]:
-    """Says which rows, or which columns, have fewer seeds than the others."""
-    cells = [cell for row in by_row.values() for cell in row]
-    most = max(len(cell.ours.seeds) for cell in cells)
-    lines = []
-    for kind, field in (("Rows", "row"), ("Columns", "column")):
-        names: list[str] = [getattr(cell, field) for cell in cells]
-        groups = {
-            key: [len(cell.ours.seeds) for cell, name in zip(cells, names, strict=True) if name == key] for key in names
-        }
-        fewer_seeds = [f"{key} {max(counts)}" for key, counts in groups.items() if max(counts) < most]
-        if fewer_seeds:
-            lines += ["", f"{kind} with fewer seeds, because they are slow: {', '.join(fewer_seeds)}."]
-    return lines
-
-
-def _render_unseen_clients(by_row: Mapping[str, list[Cell]], columns: Sequence[str]) -> list[str]:
-    """Renders a table of the accuracy on clients that never trained, if there are any."""
-    if not any(cell.ours.unseen_clients for cells in by_row.values() for cell in cells):
-        return []
-
-    def format(cell: Cell) -> str:
-        return cell.ours.format_unseen_clients() if cell.ours.unseen_clients else "–"
-
-    table = [[row, *_format_columns(cells, columns, format)] for row, cells in by_row.items()]
-    return ["", "Accuracy in % on clients that never trained:", "", *_render_table(["method", *columns], table)]
-
-
-def _costs_by_column(cells: Sequence[Cell]) -> bool:
-    """Whether costs cannot be averaged over columns: a row has other numbers of rounds in some, or does not run."""
-    columns = {cell.column for cell in cells}
-    rounds: dict[str, list[int]] = {}
-    for cell in cells:
-        rounds.setdefault(cell.row, []).append(cell.ours.rounds)
-    return any(len(set(found)) > 1 or len(found) < len(columns) for found in rounds.values())
-
-
-def _counts_flops(cells: Sequence[Cell]) -> bool:
-    return all(cell.ours.gflop is not None for cell in cells)
-
-
-def _format_costs(cells: list[Cell]) -> list[str]:
-    """Megabytes up and down, and GFLOP and seconds if operations were counted: means over the columns."""
-    costs = [[cell.ours.mb_up for cell in cells], [cell.ours.mb_down for cell in cells]]
-    if _counts_flops(cells):
-        costs += [[cell.ours.gflop or 0.0 for cell in cells], [cell.ours.seconds for cell in cells]]
-    return [format_number(statistics.fmean(values)) for values in costs]
-
-
-def _render_trials(recipe: Recipe, tuned: Sequence[Cell]) -> list[str]:
-    """Renders the spread of the trials of each tuned row, and the settings that ended at the edge of their range."""
-    rows, at_edge = [], []
-    for cell in tuned:
-        trials = cell.ours.trials
-        usable = [trial for trial in trials if trial.usable]
-        values = [trial.accuracy or 0.0 for trial in usable]
-        if not values or any(trial.ci95 is None for trial in usable):
-            continue
-        best = max(usable, key=lambda trial: trial.accuracy or 0.0)
-        others = [format_interval(Interval(value, None), 1) for value in (min(values), statistics.median(values))]
-        chosen = format_interval(Interval(best.accuracy or 0.0, best.ci95), 1)
-        diverged = len(trials) - len(values)
-        rows.append([cell.row, cell.column, str(len(trials)), *others, chosen, str(diverged or "–")])
-        for name in settings_at_edge(trials, cell.ours.settings, find(cell.ours.method)):
-            at_edge.append(f"{cell.row} {cell.column}: {name} {cell.ours.settings[name]:g}")
-    if not rows:
-        return []
-    titles = ("method", "column", "trials", "worst", "median", "best ± 95 % CI", "diverged")
-    edge = "; ".join(at_edge) or "none"
-    note = f"Best value at the edge of those tried, so that a better one may lie beyond: {edge}."
-    length = f", after {recipe.trial_rounds} rounds" if recipe.trial_rounds else ""
-    return ["", f"Trials on held-out data{length}, accuracy in %:", "", *_render_table(titles, rows), "", note]
-
-
-def _format_chosen(cell: Cell) -> str:
-    values = ", ".join(f"{name} {cell.ours.settings[name]:g}" for name in cell.ours.trials[0].settings)
-    return f"{cell.row} {cell.column}: {values}"
 
 
 def slugify(text: str) -> str:

@@ -128,5 +128,18 @@ def freeze_encoder(task: Task, seed: int, folder: Path | None = None) -> tuple[T
     return replace(task, shape=(width,), build_net=build_net, pretrained=pretrained, encoder=module), encoder
 
 
+def has_random_encoder(task: Task, seed: int) -> bool:
+    """Whether most weights of the encoder depend on the seed, so that they are not pretrained."""
+    if task.pretrained is not None:
+        return False
+    parts = []
+    for number in (seed + 1, seed):  # the task caches the last one: that of the run
+        net = task.net()
+        load_weights(net, task.initial_weights(number))
+        parts.append([parameter.detach() for parameter in split_net(net)[0].parameters()])
+    random = sum(int((a != b).sum()) for a, b in zip(*parts, strict=True))
+    return 2 * random > sum(parameter.numel() for parameter in parts[0])
+
+
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data

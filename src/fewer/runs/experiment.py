@@ -15,8 +15,9 @@ from torch import nn
 
 from fewer.data import ArrayData, Data, load
 from fewer.data.absent import AbsentData
+from fewer.data.raw_dataset import RawDataset
 from fewer.data.remote import RemoteData, read_undivided
-from fewer.data.sources import find_word_vectors
+from fewer.data.sources import find_word_vectors, read_training_data
 from fewer.data.text import compute_word_vectors, load_word_vectors
 from fewer.errors import DataError, RunError, SettingError, setting_error
 from fewer.learning.evaluate import measure_outputs
@@ -25,7 +26,7 @@ from fewer.methods.capabilities import PreparesData
 from fewer.methods.method import DEFAULT_COHORT
 from fewer.models import Task, get_weights, net_factory
 from fewer.models.adapters import train_only
-from fewer.models.frozen import freeze_encoder
+from fewer.models.frozen import freeze_encoder, has_random_encoder
 from fewer.models.nets import copy_net, default_model, is_lazy, materialize
 from fewer.models.objective import LOSSES, Loss, Objective, build_objective, predicted_kind
 from fewer.models.preprocess import PIXEL_SCALE, PIXEL_SHIFT, takes_pixels
@@ -191,6 +192,11 @@ def _freeze(task: Task, data: Data, settings: Settings, feature_folder: Path | N
     """The task of training the head, and the data with features as inputs."""
     if data.standardize:
         raise SettingError("freeze = encoder does not work with standardize: its features would change with the scale")
+    if has_random_encoder(task, settings.seed):
+        warn_once(
+            f"freeze = encoder, but model '{settings.model or 'given'}' starts from random weights, which no client "
+            "will train; use a pretrained encoder (timm:NAME, hf:NAME, or FILE.py:Name that loads weights)"
+        )
     task, encoder = freeze_encoder(task, settings.seed, feature_folder)
     with one_thread():
         return task, data if isinstance(data, AbsentData) else data.encode(encoder)
@@ -229,6 +235,12 @@ def make_method(method_class: type[Method], settings: Settings) -> Method:
     """The method with its options from the settings."""
     chosen = {name: value for name in METHOD_SETTINGS if (value := getattr(settings, name)) is not None}
     return method_class(**chosen | settings.method_options)
+
+
+def read_stored_data(settings: Settings) -> RawDataset:
+    """The data that the settings name, before it is partitioned."""
+    data_options = {**regression_option(settings.data, settings), **settings.data_options}
+    return read_training_data(settings.data, settings.data_dir, data_options)
 
 
 def load_data(settings: Settings) -> Data:

@@ -313,3 +313,12 @@ def test_columns_are_mapped_by_name_with_a_schema(tmp_path: Path) -> None:
     ):
         check_refused("csv", write(tmp_path / "a.csv", table), message, schema=schema)
     check_refused("csv", tmp_path / "a.csv", "column 'a' has missing values", schema=schema, missing="mean")
+
+
+@pytest.mark.parametrize(("scale", "noted"), [(1, False), (50, True)])
+def test_large_values_of_one_scale_are_noted(tmp_path: Path, scale: int, noted: bool) -> None:
+    rows = "".join(f"{scale * (1 + row % 7 / 10)},{scale * (1 + row % 5 / 10)},{row % 2}\n" for row in range(60))
+    (tmp_path / "a.csv").write_text(f"a,b,label\n{rows}")
+    for standardize in (False, True):
+        data = load(f"csv:{tmp_path}/a.csv", clients=2, partition="iid", standardize=standardize)
+        assert any("in size, which may not train" in note for note in data.notes) == (noted and not standardize)
