@@ -49,6 +49,8 @@ RATE_STEP = 1.02
 """Sampling rates are rounded up to powers of this, so that many clients share one computation."""
 
 Level = Literal["user", "record"]
+FLAGS = ("distributed", "public_noise")
+"""Options without a value."""
 
 
 class NotCovered(SettingError):
@@ -70,6 +72,8 @@ class PrivacySettings:
     """γ: adaptive clipping moves C toward this quantile of the lengths. None: C is constant."""
     distributed: bool = False
     """Each client adds its share of the noise of a sum, and the server sees only the sum."""
+    public_noise: bool = False
+    """Noise follows from the seed of the run, so that others can repeat it, and subtract it."""
     level: Level = "user"
     """What is protected: all data of a client, or one record."""
 
@@ -79,16 +83,17 @@ class PrivacySettings:
         level, colon, rest = text.partition(":")
         if colon and level not in get_args(Level):
             raise SettingError(f"dp = {text}: unknown level '{level}' (allowed: {', '.join(get_args(Level))})")
-        parts, values = (rest if colon else text).split(","), dict[str, float]()
-        distributed, level = "distributed" in parts, level if colon else "user"
+        parts, values = (rest if colon else text).split(","), dict[str, Any]()
+        flags = {name: name in parts for name in FLAGS}
+        distributed, level = flags["distributed"], level if colon else "user"
         options = [name for name in cls.__dataclass_fields__ if name != "level"]
         for part in parts:
-            if part == "distributed":
+            if part in FLAGS:
                 continue
             name, _, number = part.partition("=")
             if name in values:
                 raise SettingError(f"dp = {text}: {name} is given twice")
-            if name not in options or name == "distributed":
+            if name not in options or name in FLAGS:
                 raise SettingError(f"dp = {text}: unknown '{name}' (allowed: {', '.join(options)})")
             try:
                 values[name] = float(number)
@@ -103,7 +108,7 @@ class PrivacySettings:
             raise SettingError(f"dp = {text}: pass either noise or epsilon")
         if "quantile" in values and (distributed or level != "user"):
             raise SettingError(f"dp = {text}: quantile needs noise that the server adds, at user level")
-        return cls(**values, distributed=distributed, level=cast(Level, level))
+        return cls(**values, **flags, level=cast(Level, level))
 
 
 class RecordRelease(NamedTuple):

@@ -23,6 +23,7 @@ from fewer.learning.protect import (
     sum_clipped_gradients,
 )
 from fewer.privacy import NotCovered, PrivacySettings, Protection
+from fewer.runtime.noise import SeededStream
 from fewer.runtime.streams import stream
 
 pytest.importorskip("dp_accounting", reason="the accountant is not installed (pip install 'fewer[dp]')")
@@ -38,7 +39,9 @@ def fixed_nets() -> None:
 
 def guard(noise: float, clip: float = CLIP, distributed: bool = False, asked: int = 1) -> RecordGuard:
     settings = PrivacySettings(clip, noise, distributed=distributed, level="record")
-    return RecordGuard(Protection(settings, noise, 0), lambda purpose: stream(0, purpose), "handler", asked)
+    return RecordGuard(
+        Protection(settings, noise, 0), lambda purpose: SeededStream(stream(0, purpose)), "handler", asked
+    )
 
 
 def cross_entropy(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -199,7 +202,8 @@ def test_a_method_that_is_not_covered_says_why(method: str, reason: str) -> None
 
 def test_a_run_is_the_same_in_the_pool_and_its_epsilon_grows() -> None:
     inline, pool = (
-        fewer.run("fedavg", **SETTINGS, **FAST, dp="record:noise=1", runtime=runtime) for runtime in ("inline", "pool")
+        fewer.run("fedavg", **SETTINGS, **FAST, dp="record:noise=1,public_noise", runtime=runtime)
+        for runtime in ("inline", "pool")
     )
     first, second = (line["epsilon"] for line in inline.history)
     assert 0 < first < second and [line["epsilon"] for line in pool.history] == [first, second]
@@ -229,7 +233,7 @@ def test_a_client_declines_when_its_budget_is_spent() -> None:
 
 @pytest.mark.parametrize("dp", ["record:epsilon=8", "record:epsilon=8,distributed", "user:noise=0.01,clip=10"])
 def test_prototypes_are_covered(dp: str) -> None:
-    result = fewer.run("fedncm", **{**SETTINGS, "rounds": 1}, dp=dp)
+    result = fewer.run("fedncm", **{**SETTINGS, "rounds": 1}, dp=f"{dp},public_noise")
     assert result.accuracy > 0.5 and result.history[-1]["epsilon"] > 0
 
 

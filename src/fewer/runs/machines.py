@@ -32,7 +32,7 @@ from fewer.models.objective import predicted_kind
 from fewer.runs import trackers
 from fewer.runs.callbacks import Callback
 from fewer.runs.directory import HOPS
-from fewer.runs.engine import Connect, build_handler_runner, resume, run_experiment, runtime_options
+from fewer.runs.engine import Connect, build_handler_runner, open_noise, resume, run_experiment, runtime_options
 from fewer.runs.experiment import Experiment, build_experiment, make_device, parse_settings, regression_option
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
@@ -140,7 +140,13 @@ class FlowerServer:
             self.check_experiment(experiment, resumes=True)
             self.superlink.start_run(json.dumps(_describe_session(experiment, out, done)))
             handlers = build_handler_runner(experiment, folder)
-            clients = Flower(**runtime_options(experiment), **options, handlers=handlers, superlink=self.superlink)
+            clients = Flower(
+                **runtime_options(experiment),
+                **options,
+                noise=open_noise(experiment, folder),
+                handlers=handlers,
+                superlink=self.superlink,
+            )
             self._wait_for_clients(clients)
             return clients
 

@@ -20,6 +20,7 @@ from fewer.ledger import EVALUATION
 from fewer.privacy import NotCovered, PrivacyLedger
 from fewer.runtime.handlers import Call, Reply, Unsent, encode_message, stream_name
 from fewer.runtime.lies import COLLUDING, Lies
+from fewer.runtime.noise import NoiseSource, NoiseStream
 from fewer.runtime.ring import Journal, RelayRun
 from fewer.runtime.secure_sum import WITHHELD, SecureSum
 from fewer.runtime.streams import SERVER, global_streams, seed_of, stream
@@ -62,10 +63,10 @@ class PrivateSum(NamedTuple):
     drawn_from: int
     """The number of clients that the cohort was drawn from; `asked` if it was not drawn in this round."""
     round: int
-    stream: Callable[[str], torch.Generator]
+    stream: Callable[[str], NoiseStream]
 
-    def generator(self) -> torch.Generator:
-        """The generator of the next release's noise. No two releases of a run share noise."""
+    def noise_stream(self) -> NoiseStream:
+        """The stream of the next release's noise. No two releases of a run share noise."""
         return self.stream(f"privacy {self.ledger.count_sums()}")
 
 
@@ -173,6 +174,8 @@ class Clients(ABC):
     aggregation: Aggregation = Aggregation()
     privacy: PrivacyLedger | None = None
     """The ledger of differential privacy, if the run has it."""
+    noise: NoiseSource | None = None
+    """Where the server's noise comes from, under differential privacy."""
     lies: Lies | None = None
     """Injected lies, if some clients tell them."""
     secure_sum: bool = False
@@ -257,16 +260,22 @@ class Clients(ABC):
     def sample(self, count: int, purpose: str = "sample", among: Sequence[int] | None = None) -> list[int]:
         """Draws `count` distinct clients from all clients, or from `among`, with the round's random stream.
 
-        The cost does not grow with the population. While new clients join, draws all of them.
+        The cost does not grow with the population. While new clients join, draws all of them. If ε counts on the draw,
+        it follows from the secret of the noise: nobody can tell from the seed who was drawn.
         """
         if self.joining:
             return list(self.joining)
         candidates = range(self.population) if among is None else among
         check_cohort(count, len(candidates))
-        rng = np.random.default_rng(seed_of(self.seed, self.round, purpose))
+        rng = np.random.default_rng(self._draw_seed(purpose))
         drawn = [candidates[index] for index in rng.choice(len(candidates), count, replace=False)]
         self._drawn = self.round, frozenset(drawn), len(candidates)
         return drawn
+
+    def _draw_seed(self, purpose: str) -> int:
+        if self.noise and self.noise.secret and not self.protects_records:
+            return int.from_bytes(self.noise.derive(self.round, "cohort", purpose), "little")
+        return seed_of(self.seed, self.round, purpose)
 
     def forget_draw(self) -> None:
         """The cohort answers in several rounds, or depends on earlier draws: its sampling does not make ε smaller."""
@@ -283,6 +292,11 @@ class Clients(ABC):
     def stream(self, purpose: str) -> torch.Generator:
         """The server's random stream for this round and purpose."""
         return stream(self.seed, self.round, SERVER, purpose)
+
+    def noise_stream(self, purpose: str) -> NoiseStream:
+        """The server's noise for this round and purpose, under differential privacy."""
+        assert self.noise
+        return self.noise.stream(self.round, SERVER, purpose)
 
     # --- asking ---------------------------------------------------------------------------------------------
 
@@ -349,7 +363,7 @@ class Clients(ABC):
             return Answers(answered, missing, fields, self.aggregation, secure=secure)
         hidden = (Answer(answer.client, HiddenFields(answer.fields, handler.__name__)) for answer in answered)
         drawn_from = self._drawn[2] if self._drawn[:2] == (self.round, frozenset(who)) else len(who)
-        private = PrivateSum(self.privacy, len(who), drawn_from, self.round, self.stream)
+        private = PrivateSum(self.privacy, len(who), drawn_from, self.round, self.noise_stream)
         return Answers(hidden, missing, fields, self.aggregation, private)
 
     def _tell_lies(

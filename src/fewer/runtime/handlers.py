@@ -273,7 +273,7 @@ class HandlerRunner:
             make_context = self.contexts.server if call.on_server else self.contexts
             context = make_context(call.client, call.round)
             if call.protect:
-                context.protect(call.handler, call.protect, call.repeat)
+                context.protect(call.handler, call.protect, call.repeat, blob)
             with counter if self.count_flops else nullcontext():
                 answer = handler(context, **fields)
             if call.protect:
