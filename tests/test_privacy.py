@@ -247,6 +247,18 @@ def test_a_wrong_setting_is_reported(text: str, problem: str) -> None:
         PrivacySettings.parse(text)
 
 
+@pytest.mark.parametrize("dp", ["record:noise=1", "user:noise=1,distributed"])
+def test_clients_of_a_resumed_run_draw_the_same_noise(dp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_bytes", lambda count: b"s" * count)
+    settings = {**SETTINGS, "dp": dp, "method_options": {"local_steps": 2}}
+    fewer.run("fedavg", out=tmp_path / "unbroken", **settings, runtime="pool")
+    with pytest.raises(KeyboardInterrupt):
+        fewer.run("fedavg", out=tmp_path / "run", callbacks=[StopInRound(2)], **settings)
+    monkeypatch.undo()  # the secret comes from the run's directory
+    fewer.resume(tmp_path / "run")
+    assert run_contents(tmp_path / "run") == run_contents(tmp_path / "unbroken")
+
+
 def test_epsilon_grows_by_round_and_a_resumed_run_has_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secrets.token_bytes", lambda count: b"s" * count)
     settings = {**SETTINGS, "dp": "user:clip=0.5,noise=0.1,quantile=0.5", "cohort": 3, "rounds": 3}
@@ -356,7 +368,7 @@ def test_secret_numbers_are_normal_and_uniform_and_differ_by_draw() -> None:
 
 def test_noise_depends_on_the_secret_the_key_and_the_question() -> None:
     source = NoiseSource(0, b"s" * 32)
-    streams = [source.stream(1, "a"), source.stream(2, "a"), source.stream(1, "a", question=b"other")]
+    streams = [source.stream(1, "a"), source.stream(2, "a"), source.stream(1, "a", question="other")]
     streams.append(NoiseSource(0, b"t" * 32).stream(1, "a"))
     assert len({float(stream.normal([])) for stream in streams}) == 4
     again = NoiseSource(1, b"s" * 32).stream(1, "a")

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from fewer.data import Samples
-from fewer.privacy import NotCovered, PrivacySettings, Protection
+from fewer.privacy import TOO_MANY, NotCovered, PrivacySettings, Protection
 from fewer.runtime.noise import NoiseStream
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -60,8 +60,8 @@ class RecordGuard:
     protection: Protection
     stream: Callable[[str], NoiseStream]
     handler: str
-    asked: int
-    """The number of clients asked, who share the noise of a distributed sum."""
+    shares: int
+    """The number of shares that make up the noise of a distributed sum."""
     releases: list[tuple[float, float, int]] = field(default_factory=list)
     """Sampling rate, noise multiplier, and number of releases."""
 
@@ -72,6 +72,8 @@ class RecordGuard:
 
     def open_release(self, rate: float, count: int) -> tuple[float, NoiseStream]:
         """Records releases; returns their noise multiplier, and a stream that no other release uses."""
+        if self.releases and self.protection.noise is None:
+            raise NotCovered(f"dp: this method {TOO_MANY} ('{self.handler}')")
         noise = self.protection.choose_noise(rate, count)
         stream = self.stream(f"privacy {self.handler} {len(self.releases)}")
         self.releases.append((rate, noise, count))
@@ -109,7 +111,7 @@ class ProtectedSamples:
         guard, clip = self._guard, self._guard.settings.clip
         noise, stream = guard.open_release(1.0, 1)
         exact = clipped_class_sums(self._samples, encode, classes, clip)
-        share = 1 / math.sqrt(guard.asked) if guard.settings.distributed else 1.0
+        share = 1 / math.sqrt(guard.shares) if guard.settings.distributed else 1.0
         noisy = add_noise(exact, share * noise * SENSITIVITY * clip, stream)
         counts = noisy[:, -1] / (COUNT_WEIGHT * clip)
         return ClassSums(noisy[:, :-1].float(), counts.float(), share * noise * SENSITIVITY / COUNT_WEIGHT)

@@ -24,6 +24,7 @@ from fewer.runtime.keys import KeyFiles, Keys
 from fewer.runtime.noise import NoiseSource, NoiseStream
 from fewer.runtime.store import client_folder
 from fewer.runtime.streams import server_key
+from fewer.wire import Refused
 
 ANSWERS_SO_FAR = "privacy_answers"
 """Store key of the number of a client's protected answers."""
@@ -161,22 +162,26 @@ class Client(Context):
 
     # Differential privacy.
 
-    def protect(self, handler: str, asked: int, repeat: int = 0, message: bytes = b"") -> None:
-        """Protects the answer of this handler, which `asked` clients give. Raises Unable if the budget is spent.
+    def protect(self, handler: str, shares: int, repeat: int = 0, question: str = "") -> None:
+        """Protects the answer of this handler. Raises Unable if the budget is spent.
 
-        `repeat` is how often the handler was asked before in this round, `message` is the question: no two answers
+        `shares` is the number of shares that make up the noise of a sum, if clients share it.
+
+        `repeat` is how often the handler was asked before in this round, `question` is its hash: no two answers
         share noise, unless the same question is asked again after an interruption.
         """
         assert self.protection is not None and self.noise is not None
+        if not 1 <= shares <= len(self._data):
+            raise Refused(f"{shares} shares of noise, but there are {len(self._data)} clients")
         if self.protection.noise is None and (self.store.get(ANSWERS_SO_FAR) or 0) >= self.protection.uses:
             raise Unable("its privacy budget is spent")
         again = f" {repeat}" if repeat else ""
-        source, question = self.noise, f"{asked} ".encode() + message
+        source, question = self.noise, f"{shares} {question}"
 
         def noise_stream(purpose: str) -> NoiseStream:
             return source.stream(self.round, self.id, purpose + again, question=question)
 
-        self._guard = RecordGuard(self.protection, noise_stream, handler, asked)
+        self._guard = RecordGuard(self.protection, noise_stream, handler, shares)
 
     @property
     def protects_records(self) -> bool:
@@ -199,7 +204,7 @@ class Client(Context):
         for name, value in answer.items():
             if isinstance(value, dict) and value:
                 stream = self._guard.stream(f"privacy {self._guard.handler} {name}")
-                noise = (self.protection.noise or 0.0) / self._guard.asked**0.5
+                noise = (self.protection.noise or 0.0) / self._guard.shares**0.5
                 noisy[name] = add_share(value, sent.get(name), self._guard.settings.clip, noise, stream)
         return noisy
 

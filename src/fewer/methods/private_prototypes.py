@@ -18,12 +18,13 @@ from torch import Tensor
 
 from fewer.errors import SettingError
 from fewer.learning.aggregate import private_mean
-from fewer.learning.protect import COUNT_WEIGHT, ClassSums, ProtectedSamples, add_noise, clipped_class_sums
+from fewer.learning.protect import COUNT_WEIGHT, SENSITIVITY, ClassSums, ProtectedSamples, add_noise, clipped_class_sums
 from fewer.learning.prototypes import Prototypes, reject_prototypes
 from fewer.methods.context import Client
 from fewer.privacy import NotCovered
 from fewer.runtime import Aggregation, Answers
-from fewer.runtime.clients import reveal
+from fewer.runtime.clients import PrivateSum, reveal
+from fewer.runtime.secure_sum import SecureSum
 from fewer.wire import Number, Schema, Shaped
 
 DEVIATIONS = 2.0
@@ -52,6 +53,8 @@ def add_class_sums(answers: Answers) -> ClassSums:
     """The noisy class sums of all clients together. If noise is distributed, the server adds absent clients' shares."""
     if answers.private and answers.private.ledger.settings.level == "user":
         raise NotCovered("dp = user does not cover this method: its class sums protect records; use dp = record")
+    if answers.secure and answers.private:
+        return add_secretly(answers.secure, answers.private)
     parts = [ClassSums(*(reveal(answer, name) for name in ClassSums._fields)) for answer in answers]
     if answers.aggregation.rule != "mean":
         if answers.private and answers.private.ledger.settings.distributed:
@@ -68,6 +71,14 @@ def add_class_sums(answers: Answers) -> ClassSums:
         counts = add_noise(counts, share, stream)
         deviation = math.hypot(deviation, share)
     return ClassSums(sums, counts, deviation)
+
+
+def add_secretly(secure: SecureSum, private: PrivateSum) -> ClassSums:
+    """The noisy class sums of all clients in a secure sum. The server adds no noise that it knows."""
+    (sums, summed), (counts, counted) = secure.mean_and_weight("sums"), secure.mean_and_weight("counts")
+    assert private.ledger.protection
+    share = private.ledger.protection.choose_noise(1.0, 1) * SENSITIVITY / COUNT_WEIGHT / math.sqrt(private.shares)
+    return ClassSums(summed * sums[""].double(), counted * counts[""].double(), share * math.sqrt(counted))
 
 
 def reject_class_sums(parts: Sequence[ClassSums], aggregation: Aggregation) -> list[ClassSums]:

@@ -22,7 +22,7 @@ from fewer.runtime.handlers import Call, Reply, Unsent, encode_message, stream_n
 from fewer.runtime.lies import COLLUDING, Lies
 from fewer.runtime.noise import NoiseSource, NoiseStream
 from fewer.runtime.ring import Journal, RelayRun
-from fewer.runtime.secure_sum import WITHHELD, SecureSum
+from fewer.runtime.secure_sum import STEPS, WITHHELD, SecureSum, threshold
 from fewer.runtime.streams import SERVER, global_streams, seed_of, stream
 from fewer.wire import Field, Ledger, Refused, Schema, decode, encode
 
@@ -64,6 +64,8 @@ class PrivateSum(NamedTuple):
     """The number of clients that the cohort was drawn from; `asked` if it was not drawn in this round."""
     round: int
     stream: Callable[[str], NoiseStream]
+    shares: int = 0
+    """The number of shares of distributed noise that make up noise z."""
 
     def noise_stream(self) -> NoiseStream:
         """The stream of the next release's noise. No two releases of a run share noise."""
@@ -252,6 +254,19 @@ class Clients(ABC):
         """True if clients protect each record now."""
         return self.protected and self.privacy is not None and self.privacy.settings.level == "record"
 
+    @property
+    def _shares_noise(self) -> bool:
+        """True if clients add shares of the noise of a sum."""
+        return self.protected and self.privacy is not None and self.privacy.settings.distributed
+
+    def _count_shares(self, asked: int) -> int:
+        """The number of shares that make up the noise of a sum.
+
+        In a simulation the server adds the shares of absent clients. A server must not know noise that protects from
+        it. So in a secure sum, the shares of the fewest clients that may be in it have all of the noise.
+        """
+        return max(self.rules.min_answers(asked), threshold(asked)) if self.secure_sum else asked
+
     # --- sampling -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -319,8 +334,9 @@ class Clients(ABC):
         asked = [client for client in who if faults[client] != "drop"]
         answers: dict[int, Answer] = {}
         absent = {client: Absent(client, "dropped") for client in who if faults[client] == "drop"}
-        protect = len(who) if self.protected else 0
-        repeat = self._count_question(handler.__name__) if self.protected else 0
+        protected = self.protected and handler.__name__ not in STEPS
+        protect = self._count_shares(len(who)) if protected else 0
+        repeat = self._count_question(handler.__name__) if protected else 0
         calls = [
             (Call(client, handler.__name__, self.round, protect=protect, repeat=repeat), messages[client])
             for client in asked
@@ -350,21 +366,22 @@ class Clients(ABC):
         for client in who:
             if sizes.get(client):
                 self.ledger.add(self.round, client, "up", kind, sizes[client])
-        if self.privacy and self.protected:
+        if self.privacy and protected:
             for client in asked:
-                self.privacy.record_client(client, spent.get(client, ()))
+                self.privacy.record_client(client, spent.get(client, ()), self.round)
             self.privacy.check_target()
         missing = [absent[client] for client in who if client in absent]
         self._check_quorum(missing, handler.__name__, len(answers), len(who))
         answered = [answers[client] for client in who if client in answers]
-        if self.privacy is None or self.evaluating or (self.protects_records and not self.privacy.settings.distributed):
-            kept = [answer.client for answer in answered if isinstance(answer.fields, HiddenFields)]
-            secure = SecureSum(self, kept, len(who), returns) if kept else None
+        kept = [answer.client for answer in answered if isinstance(answer.fields, HiddenFields)]
+        secure = SecureSum(self, kept, len(who), returns, protect if self._shares_noise else 0) if kept else None
+        in_the_clear = self.protects_records and not self._shares_noise
+        if self.privacy is None or self.evaluating or in_the_clear or handler.__name__ in STEPS:
             return Answers(answered, missing, fields, self.aggregation, secure=secure)
         hidden = (Answer(answer.client, HiddenFields(answer.fields, handler.__name__)) for answer in answered)
         drawn_from = self._drawn[2] if self._drawn[:2] == (self.round, frozenset(who)) else len(who)
-        private = PrivateSum(self.privacy, len(who), drawn_from, self.round, self.noise_stream)
-        return Answers(hidden, missing, fields, self.aggregation, private)
+        private = PrivateSum(self.privacy, len(who), drawn_from, self.round, self.noise_stream, protect)
+        return Answers(hidden, missing, fields, self.aggregation, private, secure)
 
     def _tell_lies(
         self, answers: dict[int, Answer], fields: Mapping[str, Any], kind: str, returns: Schema

@@ -16,10 +16,10 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -94,16 +94,30 @@ class NoiseSource:
     secret: bytes | None = field(repr=False)
     """None if noise follows from the seed."""
 
-    def stream(self, *key: int | str, question: bytes = b"") -> NoiseStream:
+    def stream(self, *key: int | str, question: str = "") -> NoiseStream:
         """The stream with this key. Answers to different questions share no secret noise, whatever their key."""
         if self.secret is None:
             return SeededStream(stream(self.seed, *key))
-        return SecretStream(self.derive(*key, hashlib.sha256(question).hexdigest()))
+        return SecretStream(self.derive(*key, question))
 
     def derive(self, *key: int | str) -> bytes:
         """A key that follows from the secret and from every part of `key`."""
         assert self.secret is not None
         return hashlib.blake2b("/".join(map(str, key)).encode(), key=self.secret, digest_size=SECRET_BYTES).digest()
+
+
+def hash_fields(fields: Any) -> str:
+    """A hash of the fields of a message. Encoded bytes would not do: the order of their metadata is not fixed."""
+    if isinstance(fields, Mapping):
+        parts = [part for name in sorted(fields) for part in (name, hash_fields(fields[name]))]
+        content = "/".join(parts).encode()
+    elif isinstance(fields, Tensor):
+        content = (
+            f"{fields.dtype} {list(fields.shape)} ".encode() + fields.cpu().contiguous().view(-1).numpy().tobytes()
+        )
+    else:
+        content = repr(fields).encode()
+    return hashlib.sha256(content).hexdigest()
 
 
 def open_secret(folder: Path) -> bytes:
