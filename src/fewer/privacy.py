@@ -12,7 +12,8 @@ Adaptive clipping: Andrew, Thakkar, McMahan, Ramaswamy: Differentially Private L
 2021, Algorithm 1, with their η_C = 0.2 and σ_b = (clients asked) / 20.
 
 User level, distributed: each of m clients asked clips its own change and adds noise with standard deviation z · C / √m.
-The server adds the shares of absent clients, so that the sum has the same noise as in the central case.
+The server adds the shares of absent clients, so that the sum has the same noise as in the central case. In a secure sum
+it must not know any noise: there, m is the fewest clients that the sum may have, and ε counts all shares in it.
 
 Record level: Abadi et al.: Deep Learning with Differential Privacy, CCS 2016. Each client protects its own samples
 before anything leaves it (`fewer.learning.protect`). Two data sets are neighbors if one record is blanked out: it adds
