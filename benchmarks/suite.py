@@ -292,7 +292,7 @@ def machines(directory: str | None) -> list[Measurement]:
     def bytes_per_round(run: Result) -> float:
         """Returns the bytes of a round, up and down, without evaluations."""
         assert isinstance(run, Run)
-        return sum(entry.bytes for entry in run.ledger.entries if entry.is_training) / len(run.history)
+        return sum(run.ledger.total.values()) / len(run.history)
 
     def round_times(seconds: Sequence[float]) -> list[float]:
         """Returns the times of all rounds except the first, and the last, which includes the final evaluation."""
@@ -314,7 +314,7 @@ def machines(directory: str | None) -> list[Measurement]:
     )
     plain_bytes, secure_bytes = map(bytes_per_round, (remote, secure))
     sent = sum(int(line.rpartition(",")[2]) for line in lines)
-    overhead_bytes = (last_event["packed_up"] + last_event["packed_down"] - sent) / len(lines)
+    overhead_bytes = (last_event["transport_up"] + last_event["transport_down"] - sent) / len(lines)
     medians = median(over_flower), median(inline_times)
     detail = f"({medians[0]:.3g} s / {medians[1]:.3g} s; {min(over_flower):.2g} to {max(over_flower):.2g} s)"
     return [

@@ -14,7 +14,7 @@ import torch
 
 import fewer
 from fewer import privacy
-from fewer.errors import SettingError
+from fewer.errors import RunError, SettingError
 from fewer.learning.aggregate import add_share, private_mean
 from fewer.methods import ModelState
 from fewer.methods.fedavg import FedAvg, train_models
@@ -29,6 +29,7 @@ from fewer.privacy import (
 )
 from fewer.runtime import Clients
 from fewer.runtime.clients import PrivateSum, reveal
+from fewer.runtime.noise import SECRET, NoiseSource, SeededStream, open_secret
 from fewer.runtime.streams import stream
 from tests.helpers import run_contents
 
@@ -38,6 +39,10 @@ SETTINGS: dict[str, Any] = {"data": "digits", "model": "mlp", "clients": 6, "coh
 
 def ledger(noise: float = 1.0, clip: float = 1.0, quantile: float | None = None) -> PrivacyLedger:
     return PrivacyLedger(PrivacySettings(clip, noise, quantile=quantile), noise, clip)
+
+
+def seeded(*key: int | str) -> SeededStream:
+    return SeededStream(stream(*key))
 
 
 # --- the accountant ---------------------------------------------------------------------------------------------
@@ -118,7 +123,7 @@ def test_a_target_chooses_the_smallest_noise() -> None:
 def noiseless_sum(changes: tuple[tuple[float, float], ...]) -> torch.Tensor:
     updates = [{"w": torch.tensor(change) + 5} for change in changes]
     start = {"w": torch.full((2,), 5.0)}
-    mean = private_mean(updates, start, start, ledger(noise=1e-12, clip=1.5), 3, stream(0))
+    mean = private_mean(updates, start, start, ledger(noise=1e-12, clip=1.5), 3, seeded(0))
     return (mean["w"] - 5).double() * 3
 
 
@@ -139,16 +144,16 @@ def test_the_mean_is_clipped_and_divided_by_the_clients_asked() -> None:
         {"w": torch.tensor([4.0, 5.0]), "n": torch.tensor(9)},
         {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(8)},
     ]
-    mean = private_mean(updates, start, start, ledger(noise=1e-12), 4, stream(0))
+    mean = private_mean(updates, start, start, ledger(noise=1e-12), 4, seeded(0))
     assert mean["w"].tolist() == pytest.approx([1 + 0.6 / 4, 1 + 1.8 / 4]) and mean["n"].item() == 7
 
 
 def test_no_two_releases_share_noise() -> None:
     book, streams = ledger(), []
-    private = PrivateSum(book, 3, 3, 1, lambda purpose: streams.append(purpose) or stream(purpose))  # type: ignore[func-returns-value]
-    private.generator()
+    private = PrivateSum(book, 3, 3, 1, lambda purpose: streams.append(purpose) or seeded(purpose))  # type: ignore[func-returns-value]
+    private.noise_stream()
     book.record(3, 3, 1)
-    private.generator()
+    private.noise_stream()
     assert len({*streams}) == 2
 
 
@@ -171,15 +176,15 @@ def test_two_sums_over_one_draw_cost_as_much_as_one_with_less_noise() -> None:
 
 
 def test_methods_that_ask_all_clients_once_reach_a_target_epsilon() -> None:
-    run = fewer.run("fedncm", "digits", clients=20, rounds=1, model="mlp", dp="user:epsilon=50")
+    run = fewer.run("fedncm", "digits", clients=20, rounds=1, model="mlp", dp="user:epsilon=50,public_noise")
     assert 40 < run.metrics["epsilon"] <= 50
 
 
 def test_the_noise_has_its_standard_deviation() -> None:
     start = {"w": torch.zeros(20_000)}
-    mean = private_mean([start], start, start, ledger(noise=0.8, clip=2.5), 4, stream(0))
+    mean = private_mean([start], start, start, ledger(noise=0.8, clip=2.5), 4, seeded(0))
     assert mean["w"].std().item() == pytest.approx(0.8 * 2.5 / 4, rel=0.03)
-    adaptive = private_mean([start], start, start, ledger(noise=0.8, clip=2.5, quantile=0.5), 40, stream(0))
+    adaptive = private_mean([start], start, start, ledger(noise=0.8, clip=2.5, quantile=0.5), 40, seeded(0))
     factor = (0.8**-2 - (2 * 2) ** -2) ** -0.5  # σ_b = 40 / 20
     assert adaptive["w"].std().item() == pytest.approx(factor * 2.5 / 40, rel=0.03)
 
@@ -189,8 +194,8 @@ def distributed_sum(answered: int) -> torch.Tensor:
     start = {"w": torch.zeros(20_000)}
     book = PrivacyLedger(PrivacySettings(2.5, 0.8, distributed=True), 0.8, 2.5)
     noise = 0.8 / math.sqrt(4)
-    sent = [add_share(start, start, 2.5, noise, stream(client)) for client in range(answered)]
-    return 4 * private_mean(sent, start, start, book, 4, stream("server"))["w"]
+    sent = [add_share(start, start, 2.5, noise, seeded(client)) for client in range(answered)]
+    return 4 * private_mean(sent, start, start, book, 4, seeded("server"))["w"]
 
 
 @pytest.mark.parametrize("answered", [1, 3, 4])
@@ -201,7 +206,7 @@ def test_shares_of_noise_add_up_also_if_clients_are_absent(answered: int) -> Non
 def test_a_client_clips_its_own_change() -> None:
     start = {"w": torch.tensor([1.0, 1.0]), "n": torch.tensor(7)}
     update = {"w": torch.tensor([4.0, 5.0]), "n": torch.tensor(9)}
-    sent = add_share(update, start, 1.0, 1e-12, stream(0))
+    sent = add_share(update, start, 1.0, 1e-12, seeded(0))
     assert sent["w"].tolist() == pytest.approx([1.6, 1.8]) and sent["n"].item() == 7
 
 
@@ -231,7 +236,7 @@ def test_adaptive_clipping_moves_toward_the_quantile() -> None:
         ("noise=1,distributed=1", "unknown 'distributed'"),
         ("user:noise=1,epsilon=2", "pass either noise or epsilon"),
         ("clip=1", "pass either noise or epsilon"),
-        ("user:nose=1", "unknown 'nose' .allowed: clip, noise, epsilon, delta, quantile, distributed"),
+        ("user:nose=1", "unknown 'nose' .allowed: clip, noise, epsilon, delta, quantile, distributed, public_noise"),
         ("user:noise=x", "noise must be a number"),
         ("user:noise=0", "noise must be > 0, got 0"),
         ("user:noise=1,delta=2", "delta must be between 0 and 1"),
@@ -242,13 +247,27 @@ def test_a_wrong_setting_is_reported(text: str, problem: str) -> None:
         PrivacySettings.parse(text)
 
 
-def test_epsilon_grows_by_round_and_a_resumed_run_has_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dp", ["record:noise=1", "user:noise=1,distributed"])
+def test_clients_of_a_resumed_run_draw_the_same_noise(dp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_bytes", lambda count: b"s" * count)
+    settings = {**SETTINGS, "dp": dp, "method_options": {"local_steps": 2}}
+    fewer.run("fedavg", out=tmp_path / "unbroken", **settings, runtime="pool")
+    with pytest.raises(KeyboardInterrupt):
+        fewer.run("fedavg", out=tmp_path / "run", callbacks=[StopInRound(2)], **settings)
+    monkeypatch.undo()  # the secret comes from the run's directory
+    fewer.resume(tmp_path / "run")
+    assert run_contents(tmp_path / "run") == run_contents(tmp_path / "unbroken")
+
+
+def test_epsilon_grows_by_round_and_a_resumed_run_has_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_bytes", lambda count: b"s" * count)
     settings = {**SETTINGS, "dp": "user:clip=0.5,noise=0.1,quantile=0.5", "cohort": 3, "rounds": 3}
     result = fewer.run("fedavg", out=tmp_path / "unbroken", **settings)
     epsilons = [line["epsilon"] for line in result.history]
     assert 0 < epsilons[0] < epsilons[1] < epsilons[2] and result.history[0]["delta"] == 1e-5
     with pytest.raises(KeyboardInterrupt):
         fewer.run("fedavg", out=tmp_path / "run", callbacks=[StopInRound(3)], **settings)
+    monkeypatch.undo()  # the secret comes from the run's directory
     fewer.resume(tmp_path / "run")
     assert run_contents(tmp_path / "run") == run_contents(tmp_path / "unbroken")
 
@@ -322,7 +341,7 @@ def test_two_questions_in_a_round_do_not_share_noise(dp: str) -> None:
 
 def test_cohorts_that_depend_on_earlier_ones_have_no_discount() -> None:
     """FedNCM asks each client once. Round 2 can draw only the clients that round 1 has left."""
-    result = fewer.run("fedncm", **SETTINGS, dp="user:noise=2")
+    result = fewer.run("fedncm", **SETTINGS, dp="user:noise=2,public_noise")
     expected = [compute_epsilon(((Release(3, 3, 2.0), rounds),), 1e-5) for rounds in (1, 2)]
     assert [line["epsilon"] for line in result.history] == pytest.approx(expected)
 
@@ -330,3 +349,65 @@ def test_cohorts_that_depend_on_earlier_ones_have_no_discount() -> None:
 def test_settings_that_contradict_privacy_are_refused() -> None:
     with pytest.raises(SettingError, match="dp needs aggregate = mean"):
         fewer.run("fedavg", **SETTINGS, dp="epsilon=8", aggregate="median")
+
+
+# --- the secret -------------------------------------------------------------------------------------------------
+
+
+def test_secret_numbers_are_normal_and_uniform_and_differ_by_draw() -> None:
+    stream = NoiseSource(0, b"s" * 32).stream(1, "privacy")
+    first, second = stream.normal([200, 501]), stream.normal([200, 501])
+    assert first.dtype == torch.float64 and first.shape == (200, 501)
+    for values in (first, second, first * second):
+        assert values.mean().item() == pytest.approx(0, abs=0.015) and values.std().item() == pytest.approx(1, rel=0.02)
+    assert (first.abs() > 3).double().mean().item() == pytest.approx(2 * NormalDist().cdf(-3), rel=0.2)
+    share = stream.uniform(100_000)
+    assert share.min() > 0 and share.max() < 1 and (share < 0.3).double().mean().item() == pytest.approx(0.3, abs=0.01)
+    assert stream.normal([]).shape == ()
+
+
+def test_noise_depends_on_the_secret_the_key_and_the_question() -> None:
+    source = NoiseSource(0, b"s" * 32)
+    streams = [source.stream(1, "a"), source.stream(2, "a"), source.stream(1, "a", question="other")]
+    streams.append(NoiseSource(0, b"t" * 32).stream(1, "a"))
+    assert len({float(stream.normal([])) for stream in streams}) == 4
+    again = NoiseSource(1, b"s" * 32).stream(1, "a")
+    assert torch.equal(again.normal([3]), source.stream(1, "a").normal([3]))
+
+
+@pytest.mark.parametrize("dp", ["user:noise=1", "user:noise=1,distributed", "record:noise=1"])
+def test_runs_with_one_seed_share_no_noise_unless_it_is_public(dp: str) -> None:
+    settings = {**SETTINGS, "rounds": 1, "cohort": 6}
+    secret, public = (
+        [fewer.run("fedavg", **settings, dp=dp + more).state.model["head.weight"] for _ in range(2)]
+        for more in ("", ",public_noise")
+    )
+    assert not torch.equal(*secret) and torch.equal(*public)
+
+
+def test_cohorts_that_epsilon_counts_on_do_not_follow_from_the_seed() -> None:
+    settings = {**SETTINGS, "clients": 40, "cohort": 10, "rounds": 1}
+    drawn = []
+    for dp in ("user:noise=1", "user:noise=1", "user:noise=1,public_noise", None, "record:noise=1"):
+        run: Any = fewer.run("fedavg", **settings, dp=dp)
+        drawn.append({entry.client for entry in run.ledger.entries if entry.is_training})
+    assert drawn[0] != drawn[1] != drawn[2] == drawn[3] == drawn[4]  # ε of records does not count on it
+
+
+def test_only_the_owner_can_read_the_secret_and_no_other_file_has_it(tmp_path: Path) -> None:
+    for runtime in ("inline", "pool"):
+        path = tmp_path / runtime
+        fewer.run("fedavg", out=path, **SETTINGS, dp="user:noise=1,distributed", runtime=runtime)
+        (file,) = path.rglob(SECRET)
+        secret = file.read_bytes()
+        assert len(secret) == 32 and file.stat().st_mode & 0o777 == 0o600
+        others = [other.read_bytes() for other in path.rglob("*") if other.is_file() and other != file]
+        assert not any(form in content for content in others for form in (secret, secret.hex().encode()))
+    fewer.run("fedavg", out=tmp_path / "public", **SETTINGS, dp="user:noise=1,public_noise")
+    assert not [*(tmp_path / "public").rglob(SECRET)]
+
+
+def test_a_damaged_secret_is_reported(tmp_path: Path) -> None:
+    (tmp_path / SECRET).write_bytes(b"short")
+    with pytest.raises(RunError, match=r"noise.secret is damaged: it has 5 bytes, expected 32"):
+        open_secret(tmp_path)

@@ -12,7 +12,8 @@ Adaptive clipping: Andrew, Thakkar, McMahan, Ramaswamy: Differentially Private L
 2021, Algorithm 1, with their η_C = 0.2 and σ_b = (clients asked) / 20.
 
 User level, distributed: each of m clients asked clips its own change and adds noise with standard deviation z · C / √m.
-The server adds the shares of absent clients, so that the sum has the same noise as in the central case.
+The server adds the shares of absent clients, so that the sum has the same noise as in the central case. In a secure sum
+it must not know any noise: there, m is the fewest clients that the sum may have, and ε counts all shares in it.
 
 Record level: Abadi et al.: Deep Learning with Differential Privacy, CCS 2016. Each client protects its own samples
 before anything leaves it (`fewer.learning.protect`). Two data sets are neighbors if one record is blanked out: it adds
@@ -49,6 +50,10 @@ RATE_STEP = 1.02
 """Sampling rates are rounded up to powers of this, so that many clients share one computation."""
 
 Level = Literal["user", "record"]
+FLAGS = ("distributed", "public_noise")
+"""Options without a value."""
+
+TOO_MANY = "releases more than epsilon was planned for, which is once for each client and round: pass noise instead"
 
 
 class NotCovered(SettingError):
@@ -70,8 +75,15 @@ class PrivacySettings:
     """γ: adaptive clipping moves C toward this quantile of the lengths. None: C is constant."""
     distributed: bool = False
     """Each client adds its share of the noise of a sum, and the server sees only the sum."""
+    public_noise: bool = False
+    """Noise follows from the seed of the run, so that others can repeat it, and subtract it."""
     level: Level = "user"
     """What is protected: all data of a client, or one record."""
+
+    @property
+    def protects_at_clients(self) -> bool:
+        """True if clients add noise before they send anything."""
+        return self.level == "record" or self.distributed
 
     @classmethod
     def parse(cls, text: str) -> PrivacySettings:
@@ -79,16 +91,17 @@ class PrivacySettings:
         level, colon, rest = text.partition(":")
         if colon and level not in get_args(Level):
             raise SettingError(f"dp = {text}: unknown level '{level}' (allowed: {', '.join(get_args(Level))})")
-        parts, values = (rest if colon else text).split(","), dict[str, float]()
-        distributed, level = "distributed" in parts, level if colon else "user"
+        parts, values = (rest if colon else text).split(","), dict[str, Any]()
+        flags = {name: name in parts for name in FLAGS}
+        distributed, level = flags["distributed"], level if colon else "user"
         options = [name for name in cls.__dataclass_fields__ if name != "level"]
         for part in parts:
-            if part == "distributed":
+            if part in FLAGS:
                 continue
             name, _, number = part.partition("=")
             if name in values:
                 raise SettingError(f"dp = {text}: {name} is given twice")
-            if name not in options or name == "distributed":
+            if name not in options or name in FLAGS:
                 raise SettingError(f"dp = {text}: unknown '{name}' (allowed: {', '.join(options)})")
             try:
                 values[name] = float(number)
@@ -103,7 +116,7 @@ class PrivacySettings:
             raise SettingError(f"dp = {text}: pass either noise or epsilon")
         if "quantile" in values and (distributed or level != "user"):
             raise SettingError(f"dp = {text}: quantile needs noise that the server adds, at user level")
-        return cls(**values, distributed=distributed, level=cast(Level, level))
+        return cls(**values, **flags, level=cast(Level, level))
 
 
 class RecordRelease(NamedTuple):
@@ -157,8 +170,12 @@ class PrivacyLedger:
     """At record level: the releases of each client."""
     uses: int = 0
     """At record level with a target ε: how often a client answers at most."""
+    repeats: int = 0
+    """Rounds whose sums may have been released twice, because a run with distributed noise was interrupted."""
     _latest: tuple[int, Release] | None = None
     """The round and the release of the latest sum over a cohort that was drawn."""
+    _answered: dict[int, int] = field(default_factory=dict)
+    """The round in which each client released last, if a target ε chose the noise."""
 
     @classmethod
     def open(cls, settings: PrivacySettings, rounds: int, cohort: int, clients: int) -> PrivacyLedger:
@@ -175,9 +192,23 @@ class PrivacyLedger:
     def epsilon(self) -> float:
         """ε of all releases so far, at the δ of the settings. At record level, that of the client with the largest."""
         if self.settings.level == "record":
-            spent = {tuple(sorted(releases.items())) for releases in self.records.values()}
+            spent = {tuple(sorted(self._repeat_records(releases).items())) for releases in self.records.values()}
             return max((compute_record_epsilon(releases, self.settings.delta) for releases in spent), default=0.0)
-        return compute_epsilon(tuple(sorted(self.releases.items())), self.settings.delta)
+        return compute_epsilon(tuple(sorted(self._repeat_sums().items())), self.settings.delta)
+
+    def _repeat_sums(self) -> Counter[Release]:
+        """All releases, with the costliest ones repeated: over the same draw, with other noise."""
+        releases = Counter(self.releases)
+        for _ in range(self.repeats if releases else 0):
+            costliest = max(releases, key=lambda release: release.sums / release.noise**2)
+            releases = releases - Counter([costliest])
+            releases[costliest._replace(sums=costliest.sums + 1)] += 1
+        return releases
+
+    def _repeat_records(self, releases: Counter[RecordRelease]) -> Counter[RecordRelease]:
+        """All releases of a client, with the costliest one repeated."""
+        costliest = min(releases, key=lambda release: release.noise, default=None)
+        return releases + Counter({costliest: self.repeats}) if costliest and self.repeats else releases
 
     @property
     def protection(self) -> Protection | None:
@@ -206,13 +237,17 @@ class PrivacyLedger:
         """σ_b, the standard deviation of the noise of the number of unclipped clients."""
         return COUNT_NOISE * asked
 
-    def record(self, asked: int, drawn_from: int, round: int) -> None:
-        """Records a release. Raises SettingError if there are more than the noise was chosen for."""
-        release = Release(asked, drawn_from, self.noise)
+    def record(self, asked: int, drawn_from: int, round: int, shares: float = 1.0) -> None:
+        """Records a release. Raises SettingError if there are more than the noise was chosen for.
+
+        `shares` is the variance of the noise that is there, relative to the one planned, if clients add their shares.
+        """
+        release = Release(asked, drawn_from, self.noise * math.sqrt(shares))
         if asked < drawn_from:
-            if self._latest and self._latest[0] == round and self._latest[1][:3] == release[:3]:
-                release = self._latest[1]._replace(sums=self._latest[1].sums + 1)
-                self.releases -= Counter([self._latest[1]])
+            if self._latest and self._latest[0] == round and self._latest[1][:2] == release[:2]:
+                latest = self._latest[1]
+                release = latest._replace(sums=latest.sums + 1, noise=min(latest.noise, release.noise))
+                self.releases -= Counter([latest])
             self._latest = round, release
         self.releases[release] += 1
         if self.planned and (self.count_sums() > round or (asked, drawn_from) != self.planned):
@@ -225,16 +260,32 @@ class PrivacyLedger:
         """The number of sums released so far."""
         return sum(release.sums * count for release, count in self.releases.items())
 
-    def record_client(self, client: int, releases: Iterable[Sequence[float]]) -> None:
-        """Records what a client released about its records, as (rate, noise, count)."""
+    def record_client(self, client: int, releases: Sequence[Sequence[float]], round: int = 0) -> None:
+        """Records what a client released about its records, as (rate, noise, count).
+
+        Raises SettingError if a target ε was planned for one answer of a client in a round, and this is the second.
+        """
+        if releases and round and self.settings.epsilon is not None:
+            if self._answered.get(client) == round:
+                raise SettingError(f"dp: this method {TOO_MANY}")
+            self._answered[client] = round
         for rate, noise, count in releases:
             spent = self.records.setdefault(client, Counter())
             spent[RecordRelease(round_up_rate(rate), noise)] += int(count)
 
+    def check_repeats(self, repeats: int) -> None:
+        """Sets the number of rounds that may have been released twice. Raises SettingError if ε forbids any."""
+        if repeats and self.settings.epsilon is not None:
+            raise SettingError(
+                f"dp: epsilon = {self.settings.epsilon:g} was not planned for an interrupted round, whose sums "
+                "the server may see twice: start a new run, or pass noise instead"
+            )
+        self.repeats = repeats
+
     def check_target(self) -> None:
         """Raises SettingError if the records of a client have cost more than the target ε."""
         if self.settings.epsilon is not None and self.epsilon > self.settings.epsilon:
-            raise SettingError("dp: this method releases more than epsilon was planned for: pass noise instead")
+            raise SettingError(f"dp: this method {TOO_MANY}")
 
     def move_clip(self, unclipped: float) -> None:
         """C ← C · exp(−η_C (b̃ − γ)), for the noisy fraction b̃ of clients whose change was not clipped."""
@@ -262,7 +313,9 @@ def compute_epsilon(releases: tuple[tuple[Release, int], ...], delta: float) -> 
     """ε of these releases at δ, for replacing one client."""
     dp = _import_accounting()
     if all(release.asked >= release.drawn_from for release, _ in releases):  # the sensitivity is 2 C
-        return compute_gaussian_epsilon([(release.noise / 2, count) for release, count in releases], delta)
+        return compute_gaussian_epsilon(
+            [(release.noise / 2, count * release.sums) for release, count in releases], delta
+        )
     from dp_accounting import rdp
 
     accountant = rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)

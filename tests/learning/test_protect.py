@@ -22,7 +22,8 @@ from fewer.learning.protect import (
     clipped_class_sums,
     sum_clipped_gradients,
 )
-from fewer.privacy import NotCovered, PrivacySettings, Protection
+from fewer.privacy import NotCovered, PrivacyLedger, PrivacySettings, Protection
+from fewer.runtime.noise import SeededStream
 from fewer.runtime.streams import stream
 
 pytest.importorskip("dp_accounting", reason="the accountant is not installed (pip install 'fewer[dp]')")
@@ -36,9 +37,11 @@ def fixed_nets() -> None:
     torch.manual_seed(0)
 
 
-def guard(noise: float, clip: float = CLIP, distributed: bool = False, asked: int = 1) -> RecordGuard:
+def guard(noise: float, clip: float = CLIP, distributed: bool = False, shares: int = 1) -> RecordGuard:
     settings = PrivacySettings(clip, noise, distributed=distributed, level="record")
-    return RecordGuard(Protection(settings, noise, 0), lambda purpose: stream(0, purpose), "handler", asked)
+    return RecordGuard(
+        Protection(settings, noise, 0), lambda purpose: SeededStream(stream(0, purpose)), "handler", shares
+    )
 
 
 def cross_entropy(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -76,7 +79,7 @@ def test_an_input_that_is_not_finite_adds_nothing_but_its_count() -> None:
 
 @pytest.mark.parametrize(("distributed", "share"), [(False, 1.0), (True, 0.5)])
 def test_the_noise_of_class_sums_has_its_standard_deviation(distributed: bool, share: float) -> None:
-    samples = ProtectedSamples(Samples(X, Y), guard(1.5, distributed=distributed, asked=4))
+    samples = ProtectedSamples(Samples(X, Y), guard(1.5, distributed=distributed, shares=4))
     released = samples.release_class_sums(lambda x: torch.zeros(len(x), 20_000), 3)
     deviation = share * 1.5 * math.sqrt(17 / 16)
     assert float(released.sums.std()) == pytest.approx(deviation * CLIP, rel=0.02)
@@ -199,7 +202,8 @@ def test_a_method_that_is_not_covered_says_why(method: str, reason: str) -> None
 
 def test_a_run_is_the_same_in_the_pool_and_its_epsilon_grows() -> None:
     inline, pool = (
-        fewer.run("fedavg", **SETTINGS, **FAST, dp="record:noise=1", runtime=runtime) for runtime in ("inline", "pool")
+        fewer.run("fedavg", **SETTINGS, **FAST, dp="record:noise=1,public_noise", runtime=runtime)
+        for runtime in ("inline", "pool")
     )
     first, second = (line["epsilon"] for line in inline.history)
     assert 0 < first < second and [line["epsilon"] for line in pool.history] == [first, second]
@@ -229,7 +233,7 @@ def test_a_client_declines_when_its_budget_is_spent() -> None:
 
 @pytest.mark.parametrize("dp", ["record:epsilon=8", "record:epsilon=8,distributed", "user:noise=0.01,clip=10"])
 def test_prototypes_are_covered(dp: str) -> None:
-    result = fewer.run("fedncm", **{**SETTINGS, "rounds": 1}, dp=dp)
+    result = fewer.run("fedncm", **{**SETTINGS, "rounds": 1}, dp=f"{dp},public_noise")
     assert result.accuracy > 0.5 and result.history[-1]["epsilon"] > 0
 
 
@@ -243,8 +247,25 @@ def test_fedproto_pays_for_its_gradients_and_its_prototypes() -> None:
     settings: dict[str, Any] = {**SETTINGS, "rounds": 1, **FAST, "dp": "record:noise=2"}
     both, gradients = (fewer.run(method, **settings).history[-1]["epsilon"] for method in ("fedproto", "fedavg"))
     assert both > gradients
-    with pytest.raises(SettingError, match="releases more than epsilon was planned for: pass noise"):
-        fewer.run("fedproto", **{**settings, "dp": "record:epsilon=2"})
+
+
+@pytest.mark.parametrize("method", ["fedproto", "ditto"])
+def test_a_target_refuses_two_releases_in_an_answer_before_any_round_ends(method: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {**SETTINGS, "rounds": 20, **FAST, "dp": "record:epsilon=2"}
+    with pytest.raises(
+        SettingError, match=r"releases more than epsilon was planned for.*pass noise instead .'(local_)?train"
+    ):
+        fewer.run(method, **settings, out=tmp_path / "run")
+    assert not (tmp_path / "run/metrics.jsonl").read_text()
+
+
+def test_a_target_refuses_two_answers_of_a_client_in_a_round() -> None:
+    book = PrivacyLedger.open(PrivacySettings(epsilon=2.0, level="record"), 5, 2, 2)
+    book.record_client(0, [(0.1, 9.0, 5)], 1)
+    book.record_client(0, [], 1)  # it released nothing
+    book.record_client(0, [(0.1, 9.0, 5)], 2)
+    with pytest.raises(SettingError, match="once for each client and round: pass noise instead"):
+        book.record_client(0, [(0.1, 9.0, 5)], 2)
 
 
 def test_methods_that_read_single_clients_refuse_shared_noise() -> None:

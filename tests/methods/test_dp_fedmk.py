@@ -61,18 +61,18 @@ def test_exact_sums_have_all_samples() -> None:
 
 def test_images_steps_and_rounds_cost_nothing() -> None:
     """One Gaussian release with z = 1 costs 4.38 at δ = 1e-5."""
-    few = fewer.run("dp-fedmk", **SETTINGS, dp="record:noise=1")
+    few = fewer.run("dp-fedmk", **SETTINGS, dp="record:noise=1,public_noise")
     settings = {**SETTINGS, "method_options": {**SMALL, "per_class": 4, "matching_steps": 10}, "rounds": 3, "cohort": 2}
-    more: Any = fewer.run("dp-fedmk", **settings, dp="record:noise=1")
+    more: Any = fewer.run("dp-fedmk", **settings, dp="record:noise=1,public_noise")
     assert few.history[-1]["epsilon"] == more.history[-1]["epsilon"] == pytest.approx(4.38, abs=0.01)
     assert more.state.answered == [0, 1, 2, 3]
     assert more.state.deviation == pytest.approx(2 * NOISE)  # each of four clients adds its noise
 
 
 def test_shared_noise_is_that_of_one_client() -> None:
-    result: Any = fewer.run("dp-fedmk", **SETTINGS, dp="record:noise=1,distributed")
+    result: Any = fewer.run("dp-fedmk", **SETTINGS, dp="record:noise=1,distributed,public_noise")
     assert result.state.deviation == pytest.approx(NOISE)
-    absent: Any = fewer.run("dp-fedmk", **SETTINGS, dp="record:noise=1,distributed", drop=0.5)
+    absent: Any = fewer.run("dp-fedmk", **SETTINGS, dp="record:noise=1,distributed,public_noise", drop=0.5)
     assert len(absent.state.answered) < 4 and absent.state.deviation == pytest.approx(NOISE)
 
 
@@ -83,5 +83,7 @@ def test_user_level_is_refused() -> None:
 
 def test_it_learns_from_noisy_sums() -> None:
     options = {"nets": 4, "per_class": 5, "matching_steps": 100, "server_steps": 200}
-    result = fewer.run("dp-fedmk", **{**SETTINGS, "method_options": options}, dp="record:epsilon=10,distributed")
+    result = fewer.run(
+        "dp-fedmk", **{**SETTINGS, "method_options": options}, dp="record:epsilon=10,distributed,public_noise"
+    )
     assert result.accuracy > 0.5

@@ -28,16 +28,18 @@ from fewer.runs.machines import ClientDaemon, FlowerServer, _describe_session
 from fewer.runs.reader import RunReader
 from fewer.runs.result import Result
 from fewer.runtime import Inline
+from fewer.runtime.flower import envelope
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.superlink import SuperLinkLost
 from fewer.runtime.handlers import Call, Reply
 from fewer.runtime.keys import PinnedKeys
+from fewer.runtime.noise import SECRET
 from fewer.runtime.ring import Journal
 from fewer.wire import Refused, decode, encode
 from fewer.wire.sealing import public_key
 from tests.helpers import FRL_SETTINGS, experiment, run_contents, same_state
 from tests.helpers import call as command
-from tests.runtime.flower.harness import connect_daemons, session
+from tests.runtime.flower.harness import connect_daemons, make_reply, session
 
 # --- delivery ---------------------------------------------------------------------------------------------------
 
@@ -506,3 +508,57 @@ def test_a_client_can_be_limited_to_secure_sums(tmp_path: Path) -> None:
     description["settings"] |= {"secure_sum": True}
     reply = ask(limited, description)
     assert not reply.failure and decode(reply.blob) == ("withheld", {})
+
+
+# --- differential privacy -----------------------------------------------------------------------------------------
+
+
+def ask_protected(daemon: ClientDaemon, description: Any, shares: int, model: Any = None) -> Reply:
+    weights = experiment(3).task.initial_weights(3) if model is None else model
+    call = Call(0, "local_train", 1, protect=shares)
+    return daemon.answer(json.dumps(description), call, encode("local_train", {"model": weights}))
+
+
+def test_a_client_draws_its_own_noise_and_answers_nothing_without(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    description = session(tmp_path, dp="record:noise=1", norm="group")
+    first, second = (ClientDaemon(tmp_path / name) for name in ("first", "second"))
+    replies = [ask_protected(daemon, description, 3) for daemon in (first, first, second)]
+    models = [decode(reply.blob)[1]["model"]["head.weight"] for reply in replies]
+    assert torch.equal(models[0], models[1])  # the same question again, as after an interruption
+    assert not torch.equal(models[0], models[2])  # another secret
+    moved = {name: tensor + 1e-7 for name, tensor in experiment(3).task.initial_weights(3).items()}
+    other = decode(ask_protected(first, description, 3, moved).blob)[1]["model"]["head.weight"]
+    assert (other - models[0]).abs().max() > 1e-3  # another question: its noise must not cancel
+    assert envelope.read_answer(make_reply(envelope.pack_answer(replies[0]))).releases == replies[0].releases != ()
+    refused = ask(first, description)
+    assert refused.failure == "refused" and "dp protects every answer, and 'local_train' asks for one" in refused.detail
+    assert "4 shares of noise, but there are 3 clients" in ask_protected(first, description, 4).detail
+
+
+def test_a_client_refuses_noise_that_does_not_protect_it(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    description = session(tmp_path, dp="record:noise=1", norm="group")
+    daemon = ClientDaemon(tmp_path / "store", dp="record:noise=1")
+    for dp, problem in (
+        (None, "dp = None, but this client takes part in runs with dp = record:noise=1 only"),
+        ("record:noise=0.1", "dp = record:noise=0.1, but this client"),
+    ):
+        reply = ask_protected(daemon, {**description, "settings": {**description["settings"], "dp": dp}}, 3)
+        assert reply.failure == "unable" and problem in reply.detail
+    for dp, problem in (("record:noise=1,public_noise", "public_noise"), ("noise=1,distributed", "needs secure_sum")):
+        settings = {**description["settings"], "dp": dp}
+        reply = ask_protected(ClientDaemon(tmp_path / "any"), {**description, "settings": settings}, 3)
+        assert reply.failure == "unable" and problem in reply.detail
+
+
+def test_a_new_session_has_other_noise_if_clients_share_it(tmp_path: Path) -> None:
+    """The server may see the sums of an interrupted round twice, over different clients."""
+    pytest.importorskip("dp_accounting")
+    for dp, stays in (("user:noise=1,distributed", False), ("record:noise=1", True)):
+        daemon, secrets = ClientDaemon(tmp_path / dp), []
+        for _ in range(2):
+            daemon._build_handlers(session(tmp_path / f"out {dp}", dp=dp, secure_sum=True, norm="group"), 0)
+            (file,) = (tmp_path / dp).rglob(SECRET)
+            secrets.append(file.read_bytes())
+        assert (secrets[0] == secrets[1]) == stays

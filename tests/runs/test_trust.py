@@ -84,7 +84,7 @@ CONDENSE = {"matching_steps": 20, "per_class": 5, "server_steps": 200, "min_samp
     ("method", "model", "options", "dp"),
     [
         ("fedncm", "cnn", {}, None),
-        ("fedncm", "cnn", {}, "record:epsilon=1000"),
+        ("fedncm", "cnn", {}, "record:epsilon=1000,public_noise"),
         ("fedproto", "cnn", {"local_steps": 5}, None),
         ("fedmk", "cnn", CONDENSE, None),
     ],

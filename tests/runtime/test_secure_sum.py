@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,15 @@ import fewer
 from fewer.errors import QuorumLost, RunInterrupted, SettingError
 from fewer.methods import Client
 from fewer.methods.fedavg import FedAvg, average_by_size, average_equally, average_field
-from fewer.runs.engine import build_handler_runner, connect_clients, run_experiment, runtime_options
+from fewer.privacy import (
+    PrivacyLedger,
+    PrivacySettings,
+    RecordRelease,
+    Release,
+    compute_epsilon,
+    compute_record_epsilon,
+)
+from fewer.runs.engine import build_handler_runner, connect_clients, open_noise, run_experiment, runtime_options
 from fewer.runs.experiment import Experiment, build_experiment, parse_settings
 from fewer.runtime import Inline, on_client
 from fewer.runtime.handlers import Call, Reply
@@ -271,7 +280,7 @@ def test_settings_that_contradict_secure_sums() -> None:
         build(method="fedmk")
     with pytest.raises(SettingError, match="secure_sum needs aggregate = mean"):
         build(aggregate="median")
-    with pytest.raises(SettingError, match="secure_sum does not work with dp and lie"):
+    with pytest.raises(SettingError, match="secure_sum does not work with lie"):
         build(lie="noise:0.5")
     with pytest.raises(SettingError, match="secure_sum hides nothing in a simulation"):
         run_experiment(build())
@@ -281,3 +290,103 @@ def test_a_field_without_a_known_form_is_refused(tmp_path: Path) -> None:
     answers = connect(tmp_path).ask(range(5), Vectors().send_vector, returns=RETURNS)
     with pytest.raises(SettingError, match="the form of 'size' differs by client"):
         average_field(answers, "size")
+
+
+# --- with differential privacy ------------------------------------------------------------------------------------
+
+
+class Zeros(Vectors):
+    """Clients change nothing, so that a sum has nothing but noise."""
+
+    @on_client
+    def send_zeros(self, client: Client) -> dict[str, Any]:
+        return {"model": {"w": torch.zeros(20_000)}, "size": 1}
+
+
+ZEROS: dict[str, Any] = {"model": {"w": torch.zeros(20_000)}, "size": Number(int, 1, 10**9)}
+
+
+def connect_private(folder: Path, dp: str, gone: Sequence[tuple[int, str]] = (), **settings: Any) -> Watched:
+    pytest.importorskip("dp_accounting", reason="the accountant is not installed (pip install 'fewer[dp]')")
+    data = fewer.data.load("digits", clients=5, alpha=10.0)
+    experiment = build_experiment(parse_settings({"secure_sum": True, "dp": dp, **settings}), Zeros(), data)
+    options: dict[str, Any] = {"noise": open_noise(experiment, folder), "privacy": experiment.open_privacy()}
+    handlers = build_handler_runner(experiment, folder)
+    watched = Watched(**runtime_options(experiment), **options, handlers=handlers)
+    watched.gone, watched.seen, watched.round = set(gone), [], 1
+    return watched
+
+
+@pytest.mark.parametrize(
+    ("gone", "quorum", "shares"),
+    [
+        ([], 1.0, 1.0),
+        ([], 0.0, 5 / 3),  # three of five clients must be in a sum, so their shares have all of the noise
+        ([(4, SEND_MASKED)], 0.0, 4 / 3),
+        ([(3, SHARE_KEYS), (4, "send_zeros")], 0.0, 1.0),
+        ([(4, SEND_MASKED)], 0.8, 1.0),
+    ],
+)
+def test_epsilon_counts_the_noise_of_the_clients_in_a_sum(
+    gone: list[tuple[int, str]], quorum: float, shares: float, tmp_path: Path
+) -> None:
+    clients = connect_private(tmp_path, "user:clip=0.5,noise=2,distributed", gone, quorum=quorum)
+    answers = clients.ask(range(5), Zeros().send_zeros, returns=ZEROS)
+    total = 5 * average_by_size(answers)["w"]
+    assert total.std().item() == pytest.approx(2 * 0.5 * math.sqrt(shares), rel=0.02)
+    assert clients.privacy
+    ((release, count),) = clients.privacy.releases.items()
+    assert (release.asked, count) == (5, 1) and release.noise == pytest.approx(2 * math.sqrt(shares))
+
+
+def test_no_sum_with_too_little_noise_is_revealed(tmp_path: Path) -> None:
+    """Three of five clients must be in the sum. Two are, and the server never asks for the shares of their masks."""
+    gone = [(0, "send_zeros"), (1, "send_zeros"), (2, SEND_MASKED)]
+    clients = connect_private(tmp_path, "user:noise=2,distributed", gone)
+    answers = clients.ask(range(5), Zeros().send_zeros, returns=ZEROS)
+    with pytest.raises(QuorumLost, match="2 of 5 in a sum, 3 needed"):
+        average_by_size(answers)
+    assert clients.privacy and not clients.privacy.releases
+    assert SEND_SHARES not in {call.handler for call, _ in clients.seen}
+
+
+def test_an_interrupted_round_counts_twice() -> None:
+    book = PrivacyLedger(PrivacySettings(noise=2.0, distributed=True), 2.0, 1.0)
+    for round in (1, 2):
+        book.record(5, 5, round)
+    book.check_repeats(1)
+    assert book.epsilon == pytest.approx(compute_epsilon(((Release(5, 5, 2.0), 3),), 1e-5))
+    book.record(5, 50, 3, shares=0.25)
+    drawn_twice = Release(5, 50, 1.0, sums=2)
+    assert book.epsilon == pytest.approx(compute_epsilon(((Release(5, 5, 2.0), 2), (drawn_twice, 1)), 1e-5))
+    records = PrivacyLedger(PrivacySettings(noise=2.0, distributed=True, level="record"), 2.0, 1.0, repeats=2)
+    records.record_client(0, [(1.0, 2.0, 1)])
+    assert records.epsilon == pytest.approx(compute_record_epsilon(((RecordRelease(1.0, 2.0), 3),), 1e-5))
+    planned = PrivacyLedger(PrivacySettings(epsilon=8.0, distributed=True), 2.0, 1.0)
+    planned.check_repeats(0)
+    with pytest.raises(SettingError, match="epsilon = 8 was not planned for an interrupted round"):
+        planned.check_repeats(1)
+
+
+@pytest.mark.parametrize("dp", ["record:epsilon=8,distributed", "record:noise=1"])
+def test_records_are_protected_in_secure_sums(dp: str, tmp_path: Path) -> None:
+    """Class sums whose noise clients share, and models that each client trains with its own noise."""
+    method = "fedncm" if "distributed" in dp else "fedavg"
+    settings = {"method": method, "data": "digits", "model": "mlp", "clients": 5, "cohort": 5, "rounds": 1, "dp": dp}
+    experiment = build_experiment(parse_settings({**settings, "secure_sum": True}))
+    run: Any = run_experiment(experiment, tmp_path / "run", connect=connect_clients)
+    assert run.accuracy > 0.3 and 4 < run.metrics["epsilon"] <= (8 if method == "fedncm" else 100)
+    assert (tmp_path / "run/ledger.csv").read_text().count("up,secure_sum/") == (30 if method == "fedncm" else 15)
+
+
+def test_which_noise_fits_secure_sums_and_machines() -> None:
+    def build(**settings: Any) -> Experiment:
+        return build_experiment(parse_settings({**SMALL, "rounds": 1, **settings}))
+
+    with pytest.raises(SettingError, match="secure_sum with dp = user needs distributed noise"):
+        build(secure_sum=True, dp="user:noise=1")
+    with pytest.raises(SettingError, match="distributed noise needs secure_sum between machines"):
+        build(runtime="flower", dp="user:noise=1,distributed")
+    with pytest.raises(SettingError, match="public_noise needs simulated clients"):
+        build(runtime="flower", dp="record:noise=1,public_noise")
+    build(runtime="flower", secure_sum=True, dp="user:noise=1,distributed")

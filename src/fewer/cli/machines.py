@@ -248,6 +248,9 @@ def join(
         ),
     ] = None,
     secure_sum: Annotated[bool, Option("--secure-sum", help="Take part only in runs with secure sums.")] = False,
+    dp: Annotated[
+        str | None, Option(metavar="TEXT", help="Take part only in runs with this --dp, such as record:epsilon=8.")
+    ] = None,
 ) -> None:
     """Take part in runs as a client, until Ctrl-C. Your data stays on this machine.
 
@@ -260,7 +263,7 @@ def join(
 
     options = parse_assignments(data_options or [])
     method_name = find(method).name if method else None
-    limits = method_name, secure_sum
+    limits = method_name, secure_sum, dp
     daemon = ClientDaemon(store or key / "store", data, options, data_dir, device, PinnedKeys(key), _log, *limits)
     daemon.join(address, key)
 

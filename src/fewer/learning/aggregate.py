@@ -30,6 +30,7 @@ from torch import Tensor
 from fewer.models import Weights
 from fewer.privacy import PrivacyLedger
 from fewer.runtime import Aggregation
+from fewer.runtime.noise import NoiseStream
 
 MAX_NORM_RATIO = 100.0
 """A change that is longer than this many times the cohort's median is scaled down to that length.
@@ -100,7 +101,7 @@ def private_mean(
     example: Tree,
     privacy: PrivacyLedger,
     asked: int,
-    generator: torch.Generator,
+    stream: NoiseStream,
 ) -> Weights:
     """start + (Σ clip(updateᵢ − start) + noise) / asked, and the next clipping norm, if it is adaptive.
 
@@ -122,15 +123,14 @@ def private_mean(
         norm = float(change.norm())
         unclipped += norm <= privacy.clip
         total += change * min(1.0, privacy.clip / max(norm, 1e-30))
-    noise = torch.randn(length, generator=generator, dtype=torch.float64)
-    mean = (total + deviation * noise) / asked
+    mean = (total + deviation * stream.normal([length])) / asked
     if privacy.settings.quantile is not None:
-        count_noise = privacy.noise_of_count(asked) * float(torch.randn((), generator=generator, dtype=torch.float64))
+        count_noise = privacy.noise_of_count(asked) * float(stream.normal([]))
         privacy.move_clip((unclipped + count_noise) / asked)
     return apply_change(mean, start, example, names)
 
 
-def add_share(update: Tree, start: Tree | None, clip: float, noise: float, generator: torch.Generator) -> Weights:
+def add_share(update: Tree, start: Tree | None, clip: float, noise: float, stream: NoiseStream) -> Weights:
     """start + clip(update − start) + noise · C · ξ with standard normal ξ: what a client sends if noise is distributed.
 
     Tensors that are no floats keep their value in `start`, or become 0.
@@ -138,7 +138,7 @@ def add_share(update: Tree, start: Tree | None, clip: float, noise: float, gener
     names = [name for name, tensor in update.items() if tensor.dtype.is_floating_point]
     change = flat_change(update, start, names).cpu()
     change *= min(1.0, clip / max(float(change.norm()), 1e-30))
-    change += noise * clip * torch.randn(len(change), generator=generator, dtype=torch.float64)
+    change += noise * clip * stream.normal([len(change)])
     return apply_change(change, start, update, names)
 
 

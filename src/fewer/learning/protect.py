@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from fewer.data import Samples
-from fewer.privacy import NotCovered, PrivacySettings, Protection
+from fewer.privacy import TOO_MANY, NotCovered, PrivacySettings, Protection
+from fewer.runtime.noise import NoiseStream
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 CHUNK = 256
@@ -57,10 +58,10 @@ class RecordGuard:
     """The noise of one client in one call of a handler, and all releases so far."""
 
     protection: Protection
-    stream: Callable[[str], torch.Generator]
+    stream: Callable[[str], NoiseStream]
     handler: str
-    asked: int
-    """The number of clients asked, who share the noise of a distributed sum."""
+    shares: int
+    """The number of shares that make up the noise of a distributed sum."""
     releases: list[tuple[float, float, int]] = field(default_factory=list)
     """Sampling rate, noise multiplier, and number of releases."""
 
@@ -69,12 +70,14 @@ class RecordGuard:
         """What `--dp` asks for."""
         return self.protection.settings
 
-    def open_release(self, rate: float, count: int) -> tuple[float, torch.Generator]:
-        """Records releases; returns their noise multiplier, and a generator that no other release uses."""
+    def open_release(self, rate: float, count: int) -> tuple[float, NoiseStream]:
+        """Records releases; returns their noise multiplier, and a stream that no other release uses."""
+        if self.releases and self.protection.noise is None:
+            raise NotCovered(f"dp: this method {TOO_MANY} ('{self.handler}')")
         noise = self.protection.choose_noise(rate, count)
-        generator = self.stream(f"privacy {self.handler} {len(self.releases)}")
+        stream = self.stream(f"privacy {self.handler} {len(self.releases)}")
         self.releases.append((rate, noise, count))
-        return noise, generator
+        return noise, stream
 
     def refuse(self, problem: str) -> NoReturn:
         """Stops the run: what the method does with samples is not protected."""
@@ -106,10 +109,10 @@ class ProtectedSamples:
     def release_class_sums(self, encode: Callable[[Tensor], Tensor], classes: int) -> ClassSums:
         """Noisy sums of encode(x), clipped to C, by class, and noisy counts."""
         guard, clip = self._guard, self._guard.settings.clip
-        noise, generator = guard.open_release(1.0, 1)
+        noise, stream = guard.open_release(1.0, 1)
         exact = clipped_class_sums(self._samples, encode, classes, clip)
-        share = 1 / math.sqrt(guard.asked) if guard.settings.distributed else 1.0
-        noisy = add_noise(exact, share * noise * SENSITIVITY * clip, generator)
+        share = 1 / math.sqrt(guard.shares) if guard.settings.distributed else 1.0
+        noisy = add_noise(exact, share * noise * SENSITIVITY * clip, stream)
         counts = noisy[:, -1] / (COUNT_WEIGHT * clip)
         return ClassSums(noisy[:, :-1].float(), counts.float(), share * noise * SENSITIVITY / COUNT_WEIGHT)
 
@@ -133,13 +136,13 @@ class ProtectedBatches:
         settings = self.guard.settings
         if settings.distributed:
             self.guard.refuse("distributed noise protects sums of statistics, and not models trained by several steps")
-        noise, generator = self.guard.open_release(self.rate, self.steps)
+        noise, stream = self.guard.open_release(self.rate, self.steps)
         for _ in range(self.steps):
-            chosen = torch.rand(len(self.samples), generator=generator) < self.rate
+            chosen = stream.uniform(len(self.samples)) < self.rate
             x, y = self.samples.pick(chosen.nonzero().squeeze(1))
             total = sum_clipped_gradients(net, loss, x, y, settings.clip)
             expected = self.rate * len(self.samples)
-            yield tuple(add_noise(part, noise * settings.clip, generator) / expected for part in total)
+            yield tuple(add_noise(part, noise * settings.clip, stream) / expected for part in total)
 
 
 def clipped_class_sums(samples: Samples, encode: Callable[[Tensor], Tensor], classes: int, clip: float) -> Tensor:
@@ -162,10 +165,9 @@ def clip_rows(rows: Tensor, clip: float) -> Tensor:
     return clipped
 
 
-def add_noise(tensor: Tensor, deviation: float, generator: torch.Generator) -> Tensor:
+def add_noise(tensor: Tensor, deviation: float, stream: NoiseStream) -> Tensor:
     """The tensor plus Gaussian noise, drawn in float64."""
-    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-    return tensor + (deviation * noise).to(tensor)
+    return tensor + (deviation * stream.normal(tensor.shape)).to(tensor)
 
 
 class _LossOf(nn.Module):

@@ -21,8 +21,10 @@ from fewer.models import Task, Weights, load_weights
 from fewer.privacy import Protection
 from fewer.runtime import Clients, Store, Unable, open_members, seed_of, stream
 from fewer.runtime.keys import KeyFiles, Keys
+from fewer.runtime.noise import NoiseSource, NoiseStream
 from fewer.runtime.store import client_folder
 from fewer.runtime.streams import server_key
+from fewer.wire import Refused
 
 ANSWERS_SO_FAR = "privacy_answers"
 """Store key of the number of a client's protected answers."""
@@ -105,6 +107,8 @@ class Client(Context):
     """True if the client lies by training on wrong labels."""
     protection: Protection | None = field(default=None, kw_only=True)
     """How the client protects what it sends, under differential privacy."""
+    noise: NoiseSource | None = field(default=None, kw_only=True, repr=False)
+    """Where the client's noise comes from."""
     _guard: RecordGuard | None = field(default=None, kw_only=True, repr=False)
 
     @cached_property
@@ -158,16 +162,26 @@ class Client(Context):
 
     # Differential privacy.
 
-    def protect(self, handler: str, asked: int, repeat: int = 0) -> None:
-        """Protects the answer of this handler, which `asked` clients give. Raises Unable if the budget is spent.
+    def protect(self, handler: str, shares: int, repeat: int = 0, question: str = "") -> None:
+        """Protects the answer of this handler. Raises Unable if the budget is spent.
 
-        `repeat` is how often the handler was asked before in this round: no two answers share noise.
+        `shares` is the number of shares that make up the noise of a sum, if clients share it.
+
+        `repeat` is how often the handler was asked before in this round, `question` is its hash: no two answers
+        share noise, unless the same question is asked again after an interruption.
         """
-        assert self.protection is not None
+        assert self.protection is not None and self.noise is not None
+        if not 1 <= shares <= len(self._data):
+            raise Refused(f"{shares} shares of noise, but there are {len(self._data)} clients")
         if self.protection.noise is None and (self.store.get(ANSWERS_SO_FAR) or 0) >= self.protection.uses:
             raise Unable("its privacy budget is spent")
         again = f" {repeat}" if repeat else ""
-        self._guard = RecordGuard(self.protection, lambda purpose: self.stream(purpose + again), handler, asked)
+        source, question = self.noise, f"{shares} {question}"
+
+        def noise_stream(purpose: str) -> NoiseStream:
+            return source.stream(self.round, self.id, purpose + again, question=question)
+
+        self._guard = RecordGuard(self.protection, noise_stream, handler, shares)
 
     @property
     def protects_records(self) -> bool:
@@ -189,9 +203,9 @@ class Client(Context):
         noisy = dict(answer)
         for name, value in answer.items():
             if isinstance(value, dict) and value:
-                generator = self._guard.stream(f"privacy {self._guard.handler} {name}")
-                noise = (self.protection.noise or 0.0) / self._guard.asked**0.5
-                noisy[name] = add_share(value, sent.get(name), self._guard.settings.clip, noise, generator)
+                stream = self._guard.stream(f"privacy {self._guard.handler} {name}")
+                noise = (self.protection.noise or 0.0) / self._guard.shares**0.5
+                noisy[name] = add_share(value, sent.get(name), self._guard.settings.clip, noise, stream)
         return noisy
 
     def initial_weights(self) -> Weights:
@@ -216,6 +230,8 @@ class ContextFactory:
     """Clients that train on wrong labels."""
     protection: Protection | None = None
     """How clients protect what they send, under differential privacy."""
+    noise: NoiseSource | None = None
+    """Where their noise comes from."""
 
     def __call__(self, client: int, round: int) -> Client:
         """The client with this number."""
@@ -226,6 +242,7 @@ class ContextFactory:
             _data=self.data,
             mislabeled=client in self.mislabeled,
             protection=self.protection,
+            noise=self.noise,
         )
 
     def server(self, item: int, round: int) -> Server:

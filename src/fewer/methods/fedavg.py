@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fewer.data import Samples
 from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer, draw_batches, sgd, task_loss
-from fewer.learning.aggregate import combine, private_mean
+from fewer.learning.aggregate import apply_change, combine, flat_change, private_mean
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.sgd import GradientHook, Loss
 from fewer.methods import MAX_SAMPLES, Client, Method, ModelState, SearchSpace, StateT
@@ -31,7 +31,8 @@ from fewer.models import Task, Weights, get_weights
 from fewer.privacy import NotCovered
 from fewer.registry import METHODS
 from fewer.runtime import Answers, Clients, Unable, on_client
-from fewer.runtime.clients import reveal
+from fewer.runtime.clients import PrivateSum, reveal
+from fewer.runtime.secure_sum import SecureSum
 from fewer.wire import Number
 
 
@@ -132,10 +133,10 @@ def average_equally(answers: Answers) -> Weights:
 
 def average_by_size(answers: Answers) -> Weights:
     """Σ_k (n_k / n) w_k, over the clients that answered."""
-    if answers.secure:
-        return answers.secure.mean("model", weight="size")
     if answers.private:  # sizes are private, too
         return average_field(answers, "model")
+    if answers.secure:
+        return answers.secure.mean("model", weight="size")
     return average_field(answers, "model", [answer["size"] for answer in answers])
 
 
@@ -146,19 +147,31 @@ def average_field(answers: Answers, name: str, shares: Sequence[float] | None = 
     clients sum up what they keep. If the clients got a field of this name, they changed it. Otherwise they send a
     change, such as a gradient.
     """
-    if answers.secure:
+    if answers.secure and not answers.private:
         return answers.secure.mean(name)
     if private := answers.private:
         if private.ledger.settings.level == "record":
             raise NotCovered(f"dp = record with distributed noise protects only sums of statistics, not '{name}'")
+        if answers.secure:
+            return average_shares(answers.secure, private, name, answers.sent.get(name))
         updates = [reveal(answer, name) for answer in answers]
         if not updates[0]:  # clients keep their models
             return {}
-        start, generator = answers.sent.get(name), private.generator()
+        start, stream = answers.sent.get(name), private.noise_stream()
         private.ledger.record(private.asked, private.drawn_from, private.round)
-        return private_mean(updates, start, updates[0], private.ledger, private.asked, generator)
+        return private_mean(updates, start, updates[0], private.ledger, private.asked, stream)
     shares = [1] * len(answers) if shares is None else shares
     return combine([answer[name] for answer in answers], shares, answers.aggregation, answers.sent.get(name))
+
+
+def average_shares(secure: SecureSum, private: PrivateSum, name: str, start: Weights | None) -> Weights:
+    """start + Σ (clip(changeᵢ) + noiseᵢ) / asked: the server learns the sum only, and adds no noise that it knows."""
+    mean, count = secure.mean_and_weight(name)
+    if not mean:  # clients keep their models
+        return {}
+    private.ledger.record(private.asked, private.drawn_from, private.round, count / private.shares)
+    names = [name for name, tensor in mean.items() if tensor.dtype.is_floating_point]
+    return apply_change(flat_change(mean, start, names) * count / private.asked, start, mean, names)
 
 
 @METHODS.register("fedavg-augmented")

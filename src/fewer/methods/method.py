@@ -224,6 +224,11 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
         return cls._calls(AVERAGES)
 
     @classmethod
+    def adds_class_sums(cls) -> bool:
+        """True if the method adds up class sums, which clients can protect by a share of the noise."""
+        return cls._calls({"add_class_sums"})
+
+    @classmethod
     def takes_rules(cls) -> bool:
         """True if a robust rule can average what clients send, or reject outliers."""
         return cls.averages() or cls._calls(REJECTS)

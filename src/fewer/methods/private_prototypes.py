@@ -18,12 +18,13 @@ from torch import Tensor
 
 from fewer.errors import SettingError
 from fewer.learning.aggregate import private_mean
-from fewer.learning.protect import COUNT_WEIGHT, ClassSums, ProtectedSamples, add_noise, clipped_class_sums
+from fewer.learning.protect import COUNT_WEIGHT, SENSITIVITY, ClassSums, ProtectedSamples, add_noise, clipped_class_sums
 from fewer.learning.prototypes import Prototypes, reject_prototypes
 from fewer.methods.context import Client
 from fewer.privacy import NotCovered
 from fewer.runtime import Aggregation, Answers
-from fewer.runtime.clients import reveal
+from fewer.runtime.clients import PrivateSum, reveal
+from fewer.runtime.secure_sum import SecureSum
 from fewer.wire import Number, Schema, Shaped
 
 DEVIATIONS = 2.0
@@ -52,6 +53,8 @@ def add_class_sums(answers: Answers) -> ClassSums:
     """The noisy class sums of all clients together. If noise is distributed, the server adds absent clients' shares."""
     if answers.private and answers.private.ledger.settings.level == "user":
         raise NotCovered("dp = user does not cover this method: its class sums protect records; use dp = record")
+    if answers.secure and answers.private:
+        return add_secretly(answers.secure, answers.private)
     parts = [ClassSums(*(reveal(answer, name) for name in ClassSums._fields)) for answer in answers]
     if answers.aggregation.rule != "mean":
         if answers.private and answers.private.ledger.settings.distributed:
@@ -63,11 +66,19 @@ def add_class_sums(answers: Answers) -> ClassSums:
     counts = torch.stack([part.counts for part in parts]).double().sum(0)
     deviation = math.sqrt(sum(part.deviation**2 for part in parts))
     if (private := answers.private) and (missing := private.asked - len(parts)):
-        generator, share = private.generator(), parts[0].deviation * math.sqrt(missing)
-        sums = add_noise(sums, share * COUNT_WEIGHT * private.ledger.clip, generator)
-        counts = add_noise(counts, share, generator)
+        stream, share = private.noise_stream(), parts[0].deviation * math.sqrt(missing)
+        sums = add_noise(sums, share * COUNT_WEIGHT * private.ledger.clip, stream)
+        counts = add_noise(counts, share, stream)
         deviation = math.hypot(deviation, share)
     return ClassSums(sums, counts, deviation)
+
+
+def add_secretly(secure: SecureSum, private: PrivateSum) -> ClassSums:
+    """The noisy class sums of all clients in a secure sum. The server adds no noise that it knows."""
+    (sums, summed), (counts, counted) = secure.mean_and_weight("sums"), secure.mean_and_weight("counts")
+    assert private.ledger.protection
+    share = private.ledger.protection.choose_noise(1.0, 1) * SENSITIVITY / COUNT_WEIGHT / math.sqrt(private.shares)
+    return ClassSums(summed * sums[""].double(), counted * counts[""].double(), share * math.sqrt(counted))
 
 
 def reject_class_sums(parts: Sequence[ClassSums], aggregation: Aggregation) -> list[ClassSums]:
@@ -103,8 +114,8 @@ def private_prototypes(answers: Answers, num_classes: int, width: int) -> Protot
             dense[classes] = torch.cat([means, torch.ones(len(means), 1)], dim=1)
         updates.append({"rows": dense})
     deviation = private.ledger.noise_of_sum(private.asked)
-    generator = private.generator()
+    stream = private.noise_stream()
     private.ledger.record(private.asked, private.drawn_from, private.round)
-    mean = private_mean(updates, None, updates[0], private.ledger, private.asked, generator)
+    mean = private_mean(updates, None, updates[0], private.ledger, private.asked, stream)
     total = private.asked * mean["rows"].double()
     return to_prototypes(ClassSums(total[:, :-1], total[:, -1], deviation))

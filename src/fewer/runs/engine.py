@@ -52,6 +52,7 @@ from fewer.runs.settings import (
 from fewer.runtime import Absent, Aggregation, Clients, Faults, Inline, Pool, RoundRules
 from fewer.runtime.handlers import HandlerRunner
 from fewer.runtime.keys import Keys
+from fewer.runtime.noise import NoiseSource, open_secret
 from fewer.runtime.streams import one_thread
 
 _LOG = logging.getLogger("fewer")
@@ -400,6 +401,7 @@ def connect_clients(experiment: Experiment, client_folder: Path, finished_rounds
     """Makes the simulated clients of an experiment, in this process (inline) or in a pool of worker processes."""
     settings = experiment.settings
     options |= {**runtime_options(experiment), "handlers": build_handler_runner(experiment, client_folder)}
+    options["noise"] = open_noise(experiment, client_folder)
     if settings.runtime == "inline" or settings.debug:
         if settings.runtime != "inline":
             _LOG.warning(f"debug: clients run inline instead of in the {settings.runtime}; the results are the same")
@@ -428,10 +430,19 @@ def build_handler_runner(
         sealing_keys=keys,
         mislabeled=mislabeled,
         protection=privacy.protection if privacy else None,
+        noise=open_noise(experiment, client_folder),
     )
     flags = settings.debug, settings.count_flops
     options: dict[str, Any] = {"lies": lies, "liars": liars, "secure_sum": settings.secure_sum}
     return HandlerRunner(experiment.method, contexts, seed, device, run_id.encode(), *flags, **options)
+
+
+def open_noise(experiment: Experiment, folder: Path) -> NoiseSource | None:
+    """Where the noise of a run comes from, under differential privacy. The secret is in `folder`."""
+    if experiment.settings.dp is None:
+        return None
+    public = PrivacySettings.parse(experiment.settings.dp).public_noise
+    return NoiseSource(experiment.settings.seed, None if public else open_secret(folder))
 
 
 def runtime_options(experiment: Experiment) -> dict[str, Any]:
@@ -466,6 +477,8 @@ def _train(
     with one_thread(), observers.follow(), full_disk:
         for note in run.data.notes:
             warn_once(f"data '{run.data.name}': {note}")
+        if run.privacy and run.privacy.settings.public_noise:
+            warn_once("dp with public_noise: whoever knows the seed can subtract the noise; only for public data")
         if isinstance(run.method, HasSettingWarnings):
             for warning in run.method.setting_warnings():
                 warn_once(f"{run.method.name}: {warning}")

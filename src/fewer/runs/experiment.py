@@ -277,25 +277,42 @@ def _is_servers_file(settings: Settings) -> bool:
 
 def _check_privacy(settings: Settings, data: Data) -> None:
     """Raises SettingError if the settings contradict differential privacy."""
-    level = PrivacySettings.parse(settings.dp or "").level
-    if settings.aggregate != "mean" and level == "user":
+    privacy = PrivacySettings.parse(settings.dp or "")
+    if settings.aggregate != "mean" and privacy.level == "user":
         raise SettingError(f"dp needs aggregate = mean, whose sensitivity is known, got {settings.aggregate}")
     if data.standardize:
         raise SettingError("dp does not cover the sums of columns that standardize asks for: leave out standardize")
     if settings.runtime == "flower":
-        raise SettingError("dp needs simulated clients: the noise is drawn from the seed, which remote clients know")
+        check_remote_privacy(settings)
+
+
+def check_remote_privacy(settings: Settings) -> None:
+    """Raises SettingError if the noise would not protect clients on other machines."""
+    privacy = PrivacySettings.parse(settings.dp or "")
+    if privacy.public_noise:
+        raise SettingError("dp with public_noise needs simulated clients: all machines know the seed")
+    if privacy.distributed and not settings.secure_sum:
+        raise SettingError(
+            "dp with distributed noise needs secure_sum between machines: one message has only a share of the noise"
+        )
 
 
 def _check_secure_sum(method: Method, settings: Settings) -> None:
     """Raises SettingError if the server needs more than sums of what clients send."""
-    if not method.averages():
+    privacy = None if settings.dp is None else PrivacySettings.parse(settings.dp)
+    if privacy and privacy.level == "user" and not privacy.distributed:
+        raise SettingError(
+            "secure_sum with dp = user needs distributed noise: a server that sees sums cannot clip single changes"
+        )
+    class_sums = privacy is not None and privacy.distributed and method.adds_class_sums()
+    if not method.averages() and not class_sums:
         raise SettingError(f"secure_sum does not cover {method.name}: it averages nothing that clients send")
     if settings.aggregate != "mean":
         raise SettingError(
             f"secure_sum needs aggregate = mean: a server that sees sums cannot compute the {settings.aggregate}"
         )
-    if settings.dp is not None or settings.lie is not None:
-        raise SettingError("secure_sum does not work with dp and lie, which need the answers of single clients")
+    if settings.lie is not None:
+        raise SettingError("secure_sum does not work with lie, which needs the answers of single clients")
 
 
 def _check_keep(method: Method, data: Data) -> None:

@@ -29,11 +29,19 @@ from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingErr
 from fewer.methods import find
 from fewer.models.frozen import hash_frozen
 from fewer.models.objective import predicted_kind
+from fewer.privacy import PrivacySettings
 from fewer.runs import trackers
 from fewer.runs.callbacks import Callback
 from fewer.runs.directory import HOPS
-from fewer.runs.engine import Connect, build_handler_runner, resume, run_experiment, runtime_options
-from fewer.runs.experiment import Experiment, build_experiment, make_device, parse_settings, regression_option
+from fewer.runs.engine import Connect, build_handler_runner, open_noise, resume, run_experiment, runtime_options
+from fewer.runs.experiment import (
+    Experiment,
+    build_experiment,
+    check_remote_privacy,
+    make_device,
+    parse_settings,
+    regression_option,
+)
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
 from fewer.runtime.flower.clients import Flower, retry_until_answered
@@ -43,6 +51,7 @@ from fewer.runtime.flower.programs import Program, find_free_port
 from fewer.runtime.flower.superlink import SuperLink, SuperLinkLost
 from fewer.runtime.handlers import Call, HandlerRunner, Reply
 from fewer.runtime.keys import Keys, PinnedKeys
+from fewer.runtime.noise import SECRET
 from fewer.runtime.ring import Journal
 from fewer.runtime.store import delete_state_after, write_durably
 
@@ -138,9 +147,18 @@ class FlowerServer:
 
         def connect(experiment: Experiment, folder: Path, done: int, **options: Any) -> Flower:
             self.check_experiment(experiment, resumes=True)
-            self.superlink.start_run(json.dumps(_describe_session(experiment, out, done)))
+            session = _describe_session(experiment, out, done)
+            if (privacy := options.get("privacy")) and privacy.settings.distributed:
+                privacy.check_repeats(session["session"] - 1)
+            self.superlink.start_run(json.dumps(session))
             handlers = build_handler_runner(experiment, folder)
-            clients = Flower(**runtime_options(experiment), **options, handlers=handlers, superlink=self.superlink)
+            clients = Flower(
+                **runtime_options(experiment),
+                **options,
+                noise=open_noise(experiment, folder),
+                handlers=handlers,
+                superlink=self.superlink,
+            )
             self._wait_for_clients(clients)
             return clients
 
@@ -294,6 +312,8 @@ class ClientDaemon:
     """The only method that the client takes part in; None for any method."""
     secure_sum: bool = False
     """True if the client takes part only in runs with secure sums."""
+    dp: str | None = None
+    """The only `--dp` of runs that the client takes part in; None for any, and for none."""
     _experiment: str = ""
     _handlers: HandlerRunner | None = None
 
@@ -339,13 +359,18 @@ class ClientDaemon:
         if session < last_session:
             raise RunError(f"session {session} of this run is over; session {last_session} has started")
         experiment = self._build_experiment(description["settings"], description["data_info"])
+        dp = experiment.settings.dp
+        privacy = None if dp is None else PrivacySettings.parse(dp)
         if session > last_session:
+            if privacy and privacy.distributed:  # a round that is asked again has other noise
+                (folder / SECRET).unlink(missing_ok=True)
             delete_state_after(folder, done, [int(finished) for finished in description["finished_clients"]])
             folder.mkdir(parents=True, exist_ok=True)
             write_durably(path, str(session).encode())
         size = experiment.data.size(client)
         self.log(f"client {client} of {len(experiment.data)}: {experiment.method.name}, {size} samples")
-        return build_handler_runner(experiment, folder, self.keys, folder.name)
+        handlers = build_handler_runner(experiment, folder, self.keys, folder.name)
+        return replace(handlers, always_protect=privacy is not None and privacy.protects_at_clients)
 
     def _build_experiment(self, settings: Mapping[str, Any], data_info: Mapping[str, Any]) -> Experiment:
         reason = "which this client does not accept from a server"
@@ -357,8 +382,14 @@ class ClientDaemon:
             raise SettingError(f"method = {settings['method']}, but this client takes part in {self.method} only")
         if self.secure_sum and not settings.get("secure_sum"):
             raise SettingError("this client takes part only in runs with secure sums (fewer server … --secure-sum)")
+        if self.dp not in (None, settings.get("dp")):
+            raise SettingError(
+                f"dp = {settings.get('dp')}, but this client takes part in runs with dp = {self.dp} only"
+            )
         local_settings = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
         parsed = parse_settings({**settings, **local_settings})
+        if parsed.dp is not None:
+            check_remote_privacy(parsed)
         own_data = self._load_own_data(data_info, parsed) if self.data else None
         experiment = build_experiment(parsed, data=own_data, feature_folder=self.folder if own_data else None)
         fingerprint, expected = experiment.data.fingerprint(), data_info["fingerprint"]

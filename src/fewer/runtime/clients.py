@@ -20,8 +20,9 @@ from fewer.ledger import EVALUATION
 from fewer.privacy import NotCovered, PrivacyLedger
 from fewer.runtime.handlers import Call, Reply, Unsent, encode_message, stream_name
 from fewer.runtime.lies import COLLUDING, Lies
+from fewer.runtime.noise import NoiseSource, NoiseStream
 from fewer.runtime.ring import Journal, RelayRun
-from fewer.runtime.secure_sum import WITHHELD, SecureSum
+from fewer.runtime.secure_sum import STEPS, WITHHELD, SecureSum, threshold
 from fewer.runtime.streams import SERVER, global_streams, seed_of, stream
 from fewer.wire import Field, Ledger, Refused, Schema, decode, encode
 
@@ -62,10 +63,12 @@ class PrivateSum(NamedTuple):
     drawn_from: int
     """The number of clients that the cohort was drawn from; `asked` if it was not drawn in this round."""
     round: int
-    stream: Callable[[str], torch.Generator]
+    stream: Callable[[str], NoiseStream]
+    shares: int = 0
+    """The number of shares of distributed noise that make up noise z."""
 
-    def generator(self) -> torch.Generator:
-        """The generator of the next release's noise. No two releases of a run share noise."""
+    def noise_stream(self) -> NoiseStream:
+        """The stream of the next release's noise. No two releases of a run share noise."""
         return self.stream(f"privacy {self.ledger.count_sums()}")
 
 
@@ -173,6 +176,8 @@ class Clients(ABC):
     aggregation: Aggregation = Aggregation()
     privacy: PrivacyLedger | None = None
     """The ledger of differential privacy, if the run has it."""
+    noise: NoiseSource | None = None
+    """Where the server's noise comes from, under differential privacy."""
     lies: Lies | None = None
     """Injected lies, if some clients tell them."""
     secure_sum: bool = False
@@ -249,6 +254,19 @@ class Clients(ABC):
         """True if clients protect each record now."""
         return self.protected and self.privacy is not None and self.privacy.settings.level == "record"
 
+    @property
+    def _shares_noise(self) -> bool:
+        """True if clients add shares of the noise of a sum."""
+        return self.protected and self.privacy is not None and self.privacy.settings.distributed
+
+    def _count_shares(self, asked: int) -> int:
+        """The number of shares that make up the noise of a sum.
+
+        In a simulation the server adds the shares of absent clients. A server must not know noise that protects from
+        it. So in a secure sum, the shares of the fewest clients that may be in it have all of the noise.
+        """
+        return max(self.rules.min_answers(asked), threshold(asked)) if self.secure_sum else asked
+
     # --- sampling -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -257,16 +275,22 @@ class Clients(ABC):
     def sample(self, count: int, purpose: str = "sample", among: Sequence[int] | None = None) -> list[int]:
         """Draws `count` distinct clients from all clients, or from `among`, with the round's random stream.
 
-        The cost does not grow with the population. While new clients join, draws all of them.
+        The cost does not grow with the population. While new clients join, draws all of them. If ε counts on the draw,
+        it follows from the secret of the noise: nobody can tell from the seed who was drawn.
         """
         if self.joining:
             return list(self.joining)
         candidates = range(self.population) if among is None else among
         check_cohort(count, len(candidates))
-        rng = np.random.default_rng(seed_of(self.seed, self.round, purpose))
+        rng = np.random.default_rng(self._draw_seed(purpose))
         drawn = [candidates[index] for index in rng.choice(len(candidates), count, replace=False)]
         self._drawn = self.round, frozenset(drawn), len(candidates)
         return drawn
+
+    def _draw_seed(self, purpose: str) -> int:
+        if self.noise and self.noise.secret and not self.protects_records:
+            return int.from_bytes(self.noise.derive(self.round, "cohort", purpose), "little")
+        return seed_of(self.seed, self.round, purpose)
 
     def forget_draw(self) -> None:
         """The cohort answers in several rounds, or depends on earlier draws: its sampling does not make ε smaller."""
@@ -283,6 +307,11 @@ class Clients(ABC):
     def stream(self, purpose: str) -> torch.Generator:
         """The server's random stream for this round and purpose."""
         return stream(self.seed, self.round, SERVER, purpose)
+
+    def noise_stream(self, purpose: str) -> NoiseStream:
+        """The server's noise for this round and purpose, under differential privacy."""
+        assert self.noise
+        return self.noise.stream(self.round, SERVER, purpose)
 
     # --- asking ---------------------------------------------------------------------------------------------
 
@@ -305,8 +334,9 @@ class Clients(ABC):
         asked = [client for client in who if faults[client] != "drop"]
         answers: dict[int, Answer] = {}
         absent = {client: Absent(client, "dropped") for client in who if faults[client] == "drop"}
-        protect = len(who) if self.protected else 0
-        repeat = self._count_question(handler.__name__) if self.protected else 0
+        protected = self.protected and handler.__name__ not in STEPS
+        protect = self._count_shares(len(who)) if protected else 0
+        repeat = self._count_question(handler.__name__) if protected else 0
         calls = [
             (Call(client, handler.__name__, self.round, protect=protect, repeat=repeat), messages[client])
             for client in asked
@@ -336,21 +366,22 @@ class Clients(ABC):
         for client in who:
             if sizes.get(client):
                 self.ledger.add(self.round, client, "up", kind, sizes[client])
-        if self.privacy and self.protected:
+        if self.privacy and protected:
             for client in asked:
-                self.privacy.record_client(client, spent.get(client, ()))
+                self.privacy.record_client(client, spent.get(client, ()), self.round)
             self.privacy.check_target()
         missing = [absent[client] for client in who if client in absent]
         self._check_quorum(missing, handler.__name__, len(answers), len(who))
         answered = [answers[client] for client in who if client in answers]
-        if self.privacy is None or self.evaluating or (self.protects_records and not self.privacy.settings.distributed):
-            kept = [answer.client for answer in answered if isinstance(answer.fields, HiddenFields)]
-            secure = SecureSum(self, kept, len(who), returns) if kept else None
+        kept = [answer.client for answer in answered if isinstance(answer.fields, HiddenFields)]
+        secure = SecureSum(self, kept, len(who), returns, protect if self._shares_noise else 0) if kept else None
+        in_the_clear = self.protects_records and not self._shares_noise
+        if self.privacy is None or self.evaluating or in_the_clear or handler.__name__ in STEPS:
             return Answers(answered, missing, fields, self.aggregation, secure=secure)
         hidden = (Answer(answer.client, HiddenFields(answer.fields, handler.__name__)) for answer in answered)
         drawn_from = self._drawn[2] if self._drawn[:2] == (self.round, frozenset(who)) else len(who)
-        private = PrivateSum(self.privacy, len(who), drawn_from, self.round, self.stream)
-        return Answers(hidden, missing, fields, self.aggregation, private)
+        private = PrivateSum(self.privacy, len(who), drawn_from, self.round, self.noise_stream, protect)
+        return Answers(hidden, missing, fields, self.aggregation, private, secure)
 
     def _tell_lies(
         self, answers: dict[int, Answer], fields: Mapping[str, Any], kind: str, returns: Schema

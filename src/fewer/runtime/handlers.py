@@ -18,6 +18,7 @@ from fewer.privacy import NotCovered
 from fewer.runtime.flops import FlopCounter
 from fewer.runtime.keys import Keys
 from fewer.runtime.lies import Lies
+from fewer.runtime.noise import hash_fields
 from fewer.runtime.secure_sum import STEPS, WITHHELD, SumMember, has_tensors, withhold
 from fewer.runtime.store import Store, is_disk_full
 from fewer.runtime.streams import seed_globals, server_key, stream
@@ -141,7 +142,7 @@ class Call:
     hop: Hop | None = None
     """Set if the call is part of `clients.relay`."""
     protect: int = 0
-    """The number of clients asked, if the client must protect its answer by differential privacy; otherwise 0."""
+    """If the client must protect its answer by differential privacy: the shares of the noise of a sum; otherwise 0."""
     repeat: int = 0
     """How often the handler was asked before in this round, if the answer is protected."""
 
@@ -235,6 +236,8 @@ class HandlerRunner:
     liars: frozenset[int] = frozenset()
     secure_sum: bool = False
     """Clients store their answers. The server learns sums of them only."""
+    always_protect: bool = False
+    """Refuses questions for tensors that differential privacy would not protect, other than metrics."""
     _last: dict[str, Any] = field(default_factory=dict, repr=False)
     """The last message and its decoded fields."""
 
@@ -273,12 +276,14 @@ class HandlerRunner:
             make_context = self.contexts.server if call.on_server else self.contexts
             context = make_context(call.client, call.round)
             if call.protect:
-                context.protect(call.handler, call.protect, call.repeat)
+                context.protect(call.handler, call.protect, call.repeat, hash_fields(fields))
             with counter if self.count_flops else nullcontext():
                 answer = handler(context, **fields)
             if call.protect:
                 answer = context.protect_answer(answer, fields)
                 details["releases"] = context.releases
+            elif self.always_protect and not handler.__measures__ and has_tensors(answer):
+                raise Refused(f"dp protects every answer, and '{call.handler}' asks for one without noise")
             unsent = {name: value.tensors for name, value in answer.items() if isinstance(value, Unsent)}
             answer = {name: value for name, value in answer.items() if name not in unsent}
             if call.hop and call.client in self.liars and self.lies:

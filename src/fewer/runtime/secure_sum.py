@@ -201,10 +201,19 @@ class SecureSum:
     asked: int
     """The number of clients that were asked."""
     returns: Schema
+    at_least: int = 0
+    """The number of clients that a sum must have. With fewer, the server takes no step that reveals it."""
 
     def mean(self, name: str, weight: str = "") -> dict[str, Tensor]:
         """Σ wᵢ · fieldᵢ / Σ wᵢ over the clients that take part to the end, within STEP of the exact mean."""
-        expected = self.returns[name]
+        return self.mean_and_weight(name, weight)[0]
+
+    def mean_and_weight(self, name: str, weight: str = "") -> tuple[dict[str, Tensor], int]:
+        """The mean, and Σ wᵢ: with equal weights, the number of clients. A single tensor has the name ""."""
+        expected: Any = self.returns[name]
+        if isinstance(expected, Shaped):
+            lengths = [length for length in expected.shape if isinstance(length, int)]
+            expected = {"": torch.zeros(lengths, dtype=expected.dtype)} if len(lengths) == len(expected.shape) else None
         form = {
             key: tensor
             for key, tensor in (expected.items() if isinstance(expected, Mapping) else ())
@@ -213,7 +222,7 @@ class SecureSum:
         if not isinstance(expected, Mapping) or len(form) < len(expected):
             raise SettingError(f"secure_sum does not cover this method: the form of '{name}' differs by client")
         if not form:  # clients keep their models
-            return {}
+            return {}, 0
         if len(self.cohort) < MIN_CLIENTS:
             raise QuorumLost(
                 f"round {self.clients.round}: {len(self.cohort)} clients answered, a secure sum needs {MIN_CLIENTS}"
@@ -226,7 +235,7 @@ class SecureSum:
         except Refused as error:
             problem = f"a client took part in a secure sum with {error.reason}"
             raise RunInterrupted(f"round {self.clients.round}: {problem}") from error
-        return unflatten(total[:-1] / weights, form)
+        return unflatten(total[:-1] / weights, form), int(weights)
 
     def _sum(self, name: str, weight: str, length: int) -> Ring:
         """Σ wᵢ · fieldᵢ and Σ wᵢ, as integers of the ring."""
@@ -279,7 +288,7 @@ class SecureSum:
         returns = {"masked": Shaped((length + 1,), torch.int64), "public": Shaped((KEY_BYTES,), torch.uint8)}
         answers = self._ask(senders, SEND_MASKED, returns, fields)
         self._check_enough(answers, len(order), "sent masked values")
-        needed = self.clients.rules.min_answers(self.asked)
+        needed = max(self.clients.rules.min_answers(self.asked), self.at_least)
         if len(answers) < needed:
             raise QuorumLost(f"round {self.clients.round}: {len(answers)} of {self.asked} in a sum, {needed} needed")
         masked = {answer.client: answer["masked"].numpy().view(np.uint64) for answer in answers}

@@ -81,3 +81,9 @@ def test_an_invalid_question_is_refused(text: str) -> None:
 def test_messages_between_clients_must_be_sealed() -> None:
     with pytest.raises(Refused, match="sealed"):
         envelope.read_question(envelope.pack_question(Call(0, FETCH_OUTGOING, 1, hop=Hop(1, "train", 4, False)), b""))
+
+
+def test_impossible_releases_are_refused() -> None:
+    for releases in ([(1.5, 1.0, 1)], [(0.5, 0.0, 1)], [(0.5, 1.0, 0)], [(0.5, 1.0)], [(0.5, float("nan"), 1)]):
+        packed = envelope.pack_answer(Reply(b"", releases=tuple(releases)))  # type: ignore[arg-type]
+        assert envelope.read_answer(make_reply(packed)).detail == "invalid releases"

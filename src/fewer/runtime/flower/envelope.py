@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -13,6 +15,8 @@ from fewer.runtime.handlers import Call, Failure, Hop, Reply
 from fewer.wire import Refused
 from fewer.wire.message import MAX_REASON
 
+MAX_RELEASES, MAX_STEPS = 100, 10**9
+"""Bounds of what one answer says about its releases."""
 TYPE = "query.fewer"
 """The Flower type of all messages."""
 
@@ -31,10 +35,10 @@ def read_question(content: RecordDict) -> tuple[Call, bytes]:
         raise Refused("not a question") from error
     hop = call.hop or Hop(None, "", 0, True)
     peer = 0 if hop.peer is None else hop.peer
-    numbers, names = (call.client, call.round, peer, hop.number), (call.handler, hop.kind)
+    numbers, names = (call.client, call.round, peer, hop.number, call.protect, call.repeat), (call.handler, hop.kind)
     if any(type(number) is not int for number in numbers) or any(type(name) is not str for name in names):
         raise Refused("not a question to a client")
-    if call.on_server is not False or call.client < 0:
+    if call.on_server is not False or min(call.client, call.protect, call.repeat) < 0:
         raise Refused("not a question to a client")
     if hop.sealed is not True:
         raise Refused("messages from client to client must be sealed between machines")
@@ -44,6 +48,9 @@ def read_question(content: RecordDict) -> tuple[Call, bytes]:
 def pack_answer(reply: Reply) -> RecordDict:
     """Packs a reply."""
     values = {"failure": reply.failure or "", "detail": reply.detail, "seconds": reply.seconds}
+    values |= (
+        {"releases": [float(number) for release in reply.releases for number in release]} if reply.releases else {}
+    )
     return _pack_content(values, reply.blob)
 
 
@@ -62,9 +69,27 @@ def read_answer(message: Message) -> Reply:
     reason: Failure | None = next((known for known in get_args(Failure) if known == failure), None)
     if failure and not reason:
         return Reply(b"", "refused", "not an answer")
+    try:
+        releases = _read_releases(values.get("releases", []))
+    except (TypeError, ValueError):
+        return Reply(b"", "refused", "invalid releases")
     # The terminal shows the detail, so it must not contain control characters.
     printable = "".join(character for character in detail[:MAX_REASON] if character.isprintable())
-    return Reply(blob, reason, printable, seconds)
+    return Reply(blob, reason, printable, seconds, releases=releases)
+
+
+def _read_releases(numbers: Any) -> tuple[tuple[float, float, int], ...]:
+    """What an answer released about records, from a flat list. Raises ValueError if it is impossible."""
+    releases = [(float(rate), float(noise), int(count)) for rate, noise, count in batched(numbers, 3)]
+    for rate, noise, count in releases:
+        if not (0 < rate <= 1 and 0 < noise < math.inf and 1 <= count <= MAX_STEPS) or len(releases) > MAX_RELEASES:
+            raise ValueError(f"a release with rate {rate}, noise {noise} and count {count}")
+    return tuple(releases)
+
+
+def batched(numbers: Any, size: int) -> Iterator[tuple[Any, ...]]:
+    """Groups of `size` numbers; the last one may be shorter."""
+    return (tuple(numbers[start : start + size]) for start in range(0, len(numbers), size))
 
 
 def message_size(message: Message) -> int:
