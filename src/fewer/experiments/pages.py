@@ -250,10 +250,13 @@ def describe_machine() -> str:
 
 
 def _split_paragraphs(text: str) -> list[str]:
-    """Splits a text into paragraphs of a few sentences, each followed by an empty line."""
-    sentences = re.split(r"(?<=[^.\s]{2}[.:?]) (?=[A-Z0-9])", " ".join(text.split()))
-    groups = [sentences[start : start + _SENTENCES] for start in range(0, len(sentences), _SENTENCES)]
-    return [line for group in groups if any(group) for line in (" ".join(group), "")]
+    """Splits the paragraphs of a text into some of a few sentences, each followed by an empty line."""
+    lines = []
+    for paragraph in text.strip().split("\n\n"):
+        sentences = re.split(r"(?<=[^.\s]{2}[.?]) (?=[A-Z0-9])", " ".join(paragraph.split()))
+        for start in range(0, len(sentences), _SENTENCES):
+            lines += [" ".join(sentences[start : start + _SENTENCES]), ""]
+    return lines
 
 
 def _fold(title: str, lines: Sequence[str]) -> list[str]:
