@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,10 @@ pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[
 pytest.importorskip("dp_accounting", reason="the accountant is not installed (pip install 'fewer[dp]')")
 from fewer.privacy import Release, compute_epsilon
 from fewer.runtime.noise import SECRET
-from tests.helpers import experiment, wait_for
+from tests.helpers import experiment
 from tests.machines.cluster import Cluster
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.cluster]
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path / "cluster", 3)
-    for client in range(3):
-        cluster.join(client)
-    yield cluster
-    cluster.close()
-    wait_for(lambda: not cluster.strays(), 30)
 
 
 def test_clients_share_noise_or_draw_their_own_or_trust_the_server(cluster: Cluster, tmp_path: Path) -> None:

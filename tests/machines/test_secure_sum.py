@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,21 +10,11 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
 from fewer.runs.engine import run_experiment
 from fewer.wire import unpack
-from tests.helpers import experiment, wait_for
+from tests.helpers import experiment
 from tests.machines.cluster import Cluster
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.cluster]
 SETTINGS = {"model": "mlp", "rounds": 1, "method_options": {"local_steps": 2}}
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path / "cluster", 3)
-    for client in range(3):
-        cluster.join(client)
-    yield cluster
-    cluster.close()
-    wait_for(lambda: not cluster.strays(), 30)
 
 
 def test_no_file_of_the_server_has_an_update(cluster: Cluster, tmp_path: Path) -> None:

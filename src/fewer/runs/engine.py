@@ -478,7 +478,7 @@ def _train(
         for note in run.data.notes:
             warn_once(f"data '{run.data.name}': {note}")
         if run.privacy and run.privacy.settings.public_noise:
-            warn_once("dp with public_noise: whoever knows the seed can subtract the noise; only for public data")
+            warn_once("dp with public_noise: anyone who knows the seed can subtract the noise; only for public data")
         if isinstance(run.method, HasSettingWarnings):
             for warning in run.method.setting_warnings():
                 warn_once(f"{run.method.name}: {warning}")

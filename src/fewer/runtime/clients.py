@@ -276,7 +276,7 @@ class Clients(ABC):
         """Draws `count` distinct clients from all clients, or from `among`, with the round's random stream.
 
         The cost does not grow with the population. While new clients join, draws all of them. If ε counts on the draw,
-        it follows from the secret of the noise: nobody can tell from the seed who was drawn.
+        it follows from the secret of the noise: no one can tell from the seed who was drawn.
         """
         if self.joining:
             return list(self.joining)

@@ -1,6 +1,6 @@
 """The noise of differential privacy, and the draws that its guarantee needs to be secret.
 
-A guarantee holds only if nobody can subtract the noise. So noise follows from a secret of the operating system, and
+A guarantee holds only if no one can subtract the noise. So noise follows from a secret of the operating system, and
 not from the seed of the run, which settings and clients know. torch's generators on the CPU have seeds of 32 bits, and
 their state follows from their output. SHAKE-256 has neither weakness (NIST FIPS 202).
 
@@ -61,7 +61,7 @@ class SeededStream:
 
 @dataclass
 class SecretStream:
-    """Numbers that nobody can predict without the key."""
+    """Numbers that no one can predict without the key."""
 
     key: bytes = field(repr=False)
     draws: int = 0
