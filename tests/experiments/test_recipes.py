@@ -427,7 +427,10 @@ def test_the_result_is_one_sentence_computed_from_the_numbers() -> None:
     )
     three = describe(A=[0.5, 0.5], B=[0.4, 0.4], C=[0.3, 0.45])
     assert three.endswith("50.00 ± 0.00 %, significantly ahead of all but *C* with 37.50 ± 95.30 %.")
-    _, cells = make_cells()
+    plan, cells = make_cells()
+    ceiling = [row.model_copy(update={"reference": row.name == "FedAvg, tuned"}) for row in plan.row]
+    page = pages.render_markdown(plan.model_copy(update={"row": ceiling}), cells, "", False)
+    assert "FedAvg, tuned" not in page.splitlines()[2] and "| FedAvg, tuned |" in page
     assert pages.describe_result(cells) == (
         "*FedAvg, tuned* leads with 60.00 ± 0.00 % (α = 0.5, not significantly), "
         "60.00 ± 0.00 % (α = 5, not significantly)."

@@ -118,7 +118,9 @@ def render_markdown(
     """
     columns = list(dict.fromkeys(cell.column for cell in cells))
     by_row = {row: [cell for cell in cells if cell.row == row] for row in dict.fromkeys(cell.row for cell in cells)}
-    lines = [f"# {recipe.title}", "", f"**Result:** {describe_result(cells)}", ""]
+    references = {row.name for row in recipe.row if row.reference}
+    result = describe_result([cell for cell in cells if cell.row not in references])
+    lines = [f"# {recipe.title}", "", f"**Result:** {result}", ""]
     if quick:
         lines += ["**Quick mode**: smaller data and fewer rounds, to try the recipe. Do not compare it with the paper."]
         lines += [""]

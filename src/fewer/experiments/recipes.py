@@ -48,6 +48,8 @@ class RecipeRow(BaseModel):
     """Seeds of this row, if it is too slow for those of the recipe."""
     quick: dict[str, Any] = {}
     """Settings that `--quick` changes in this row."""
+    reference: bool = False
+    """True if the row is no rival, such as training on all samples together. It cannot lead."""
     paper: list[float | None] = []
 
     def runs_in(self, column: str) -> bool:
