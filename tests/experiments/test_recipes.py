@@ -24,6 +24,7 @@ from fewer.report.tables import plot_recipe
 from fewer.runs.experiment import make_method, parse_settings
 from fewer.statistics import format_interval, format_number, interval
 from tests.helpers import call
+from tools.join_columns import join_columns
 
 
 def test_rows_of_a_recipe_may_differ_in_model_and_data() -> None:
@@ -145,6 +146,20 @@ def test_a_row_runs_again_and_the_others_stay(tmp_path: Path) -> None:
     call(*args, "--row", "FedProx, tuned", "--out", tmp_path / "more")
     tuned = json.loads((results / "small.json").read_text())["cells"]
     assert [cell == old for cell, old in zip(tuned, after["cells"], strict=True)] == [True, False, True, False]
+
+
+def test_columns_that_were_made_one_by_one_are_joined(tmp_path: Path) -> None:
+    file, args = tmp_path / "small.toml", ("--out", tmp_path / "runs", "--results", tmp_path)
+    file.write_text(RECIPE.replace("tune = true", ""))
+    call("reproduce", file, "--column", "α = 0.5", *args)
+    with pytest.raises(SystemExit, match=r"small.toml lacks 2 cells, such as FedAvg, given in α = 5"):
+        join_columns(str(file), tmp_path / "small")
+    call("reproduce", file, "--column", "α = 5", *args)
+    join_columns(str(file), tmp_path / "small")
+    joined = json.loads((tmp_path / "small.json").read_text())["cells"]
+    call("reproduce", file, *args)
+    assert json.loads((tmp_path / "small.json").read_text())["cells"] == joined
+    assert not list(tmp_path.glob("small-*.json"))
 
 
 def test_recipes_are_listed_and_valid() -> None:
