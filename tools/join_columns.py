@@ -1,7 +1,7 @@
 """Joins results that were made column by column: python -m tools.join_columns privacy/mnist.
 
-`fewer reproduce NAME --column C` writes a page of its own. Once all columns are there, this writes the page of the whole
-recipe, and removes theirs.
+`fewer reproduce NAME --column C` writes a page of its own. Once all columns are there, this writes the page of the
+whole recipe, and removes theirs.
 """
 
 from __future__ import annotations
