@@ -230,7 +230,7 @@ class HandlerRunner:
     debug: bool = False
     """Raises a handler's exception instead of turning it into a missing answer."""
     count_flops: bool = False
-    """Counts the floating-point operations of each handler."""
+    """Counts the floating-point operations of each handler of a client."""
     lies: Lies | None = None
     """Injected lies: what the `liars` pass on in a ring is false."""
     liars: frozenset[int] = frozenset()
@@ -277,7 +277,7 @@ class HandlerRunner:
             context = make_context(call.client, call.round)
             if call.protect:
                 context.protect(call.handler, call.protect, call.repeat, hash_fields(fields))
-            with counter if self.count_flops else nullcontext():
+            with counter if self.count_flops and not call.on_server else nullcontext():
                 answer = handler(context, **fields)
             if call.protect:
                 answer = context.protect_answer(answer, fields)
