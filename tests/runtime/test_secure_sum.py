@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,14 +170,16 @@ def test_wrong_shares_and_masks_are_noticed(
 # --- what a client refuses ------------------------------------------------------------------------------------
 
 
-def make_member(folder: Path, client: int = 0) -> SumMember:
+def make_member(folder: Path, client: int = 0, shares: int = 0) -> SumMember:
     member = SumMember(client, Store(folder / f"store-{client}", 1), KeyFiles(folder / "keys"), b"run")
-    withhold(member.store, {"model": {"w": torch.ones(3)}, "size": 2})
+    withhold(member.store, {"model": {"w": torch.ones(3)}, "size": 2}, shares)
     return member
 
 
-def share(member: SumMember, name: str = "model", number: int = 1, peers: Sequence[int] = (0, 1, 2)) -> dict[str, Any]:
-    fields = {"name": name, "weight": "size", "number": number, "peers": torch.tensor(peers)}
+def share(
+    member: SumMember, name: str = "model", number: int = 1, peers: Sequence[int] = (0, 1, 2), weight: str = "size"
+) -> dict[str, Any]:
+    fields = {"name": name, "weight": weight, "number": number, "peers": torch.tensor(peers)}
     return member.answer(SHARE_KEYS, fields)
 
 
@@ -222,6 +225,19 @@ def test_a_client_never_sends_both_shares_of_a_peer(tmp_path: Path) -> None:
     first = members[0].answer(SEND_SHARES, {"survivors": torch.tensor([0, 1, 2])})
     assert first["shares"].shape == (3, 66)
     with pytest.raises(Refused, match="out of order"):
+        members[0].answer(SEND_SHARES, {"survivors": torch.tensor([0, 1])})
+
+
+def test_a_client_refuses_sums_with_less_noise_than_its_share_counts_on(tmp_path: Path) -> None:
+    """The server says how many shares make up the noise, and may reveal no sum of fewer clients."""
+    members = [make_member(tmp_path, client, shares=3) for client in range(3)]
+    with pytest.raises(Refused, match="a sum weighted by 'size', but shares of noise have equal weights"):
+        share(members[0])
+    parcels = [share(member, weight="") for member in members]
+    received = [torch.split(parcel["sealed"], parcel["lengths"].tolist())[0] for parcel in parcels]
+    fields = {"sealed": torch.cat(received), "lengths": torch.tensor([len(part) for part in received])}
+    members[0].answer(SEND_MASKED, fields)
+    with pytest.raises(Refused, match="a secure sum of 2 clients, 3 needed"):
         members[0].answer(SEND_SHARES, {"survivors": torch.tensor([0, 1])})
 
 
@@ -348,6 +364,27 @@ def test_no_sum_with_too_little_noise_is_revealed(tmp_path: Path) -> None:
         average_by_size(answers)
     assert clients.privacy and not clients.privacy.releases
     assert SEND_SHARES not in {call.handler for call, _ in clients.seen}
+
+
+def test_a_client_that_is_told_of_more_shares_reveals_no_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = connect_private(tmp_path, "user:noise=2,distributed", [(4, SEND_MASKED)])
+    monkeypatch.setattr(Watched, "_count_shares", lambda self, asked: asked)
+    answers = clients.ask(range(5), Zeros().send_zeros, returns=ZEROS)
+    assert answers.secure
+    answers.secure.at_least = 0  # the server lies to its clients, and would reveal a sum of four
+    with pytest.raises(QuorumLost, match="a secure sum of 4 clients, 5 needed"):
+        average_by_size(answers)
+
+
+def test_a_client_that_is_asked_again_draws_another_share(tmp_path: Path) -> None:
+    """Otherwise the sums of four and of five clients would differ by one client's share."""
+    clients = connect_private(tmp_path, "user:noise=2,distributed")
+    sums = []
+    for _ in range(2):
+        clients._questions = (0, Counter())  # a server that does not count its questions
+        answers = clients.ask(range(5), Zeros().send_zeros, returns=ZEROS)
+        sums.append(average_by_size(answers)["w"])
+    assert (sums[1] - sums[0]).std() > sums[0].std()
 
 
 def test_an_interrupted_round_counts_twice() -> None:

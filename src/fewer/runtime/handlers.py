@@ -293,7 +293,8 @@ class HandlerRunner:
                 self._store_outgoing(call, handler, answer)
                 return make_reply()
             if self.secure_sum and not call.on_server and not handler.__measures__ and has_tensors(answer):
-                withhold(self.contexts.store(call.client, call.round), answer)
+                shares = context.shares_of_noise if call.protect else 0
+                withhold(self.contexts.store(call.client, call.round), answer, shares)
                 return make_reply(encode(WITHHELD, {}))
             message = encode(call.handler, answer) if call.on_server else encode_message(handler, call.handler, answer)
             return make_reply(message, unsent=pack(unsent) if any(unsent.values()) else b"")
