@@ -355,6 +355,16 @@ def test_epsilon_counts_the_noise_of_the_clients_in_a_sum(
     assert (release.asked, count) == (5, 1) and release.noise == pytest.approx(2 * math.sqrt(shares))
 
 
+def test_a_cohort_that_the_server_draws_hides_nothing_from_it(tmp_path: Path) -> None:
+    clients = connect_private(tmp_path, "user:noise=2,distributed", quorum=1.0)
+    average_by_size(clients.ask(clients.sample(4), Zeros().send_zeros, returns=ZEROS))
+    assert clients.privacy and list(clients.privacy.releases) == [Release(4, 4, 2.0)]
+    settings = {"secure_sum": True, "dp": "user:epsilon=8,distributed", "rounds": 1, "cohort": 4}
+    data = fewer.data.load("digits", clients=5, alpha=10.0)
+    planned = build_experiment(parse_settings({"method": "fedavg", **settings}), data=data).open_privacy()
+    assert planned and planned.planned == (4, 4)
+
+
 def test_no_sum_with_too_little_noise_is_revealed(tmp_path: Path) -> None:
     """Three of five clients must be in the sum. Two are, and the server never asks for the shares of their masks."""
     gone = [(0, "send_zeros"), (1, "send_zeros"), (2, SEND_MASKED)]

@@ -379,7 +379,9 @@ class Clients(ABC):
         if self.privacy is None or self.evaluating or in_the_clear or handler.__name__ in STEPS:
             return Answers(answered, missing, fields, self.aggregation, secure=secure)
         hidden = (Answer(answer.client, HiddenFields(answer.fields, handler.__name__)) for answer in answered)
-        drawn_from = self._drawn[2] if self._drawn[:2] == (self.round, frozenset(who)) else len(who)
+        # Shares of noise protect from the server, which knows whom it draws: a draw hides nothing from it.
+        hides = self._drawn[:2] == (self.round, frozenset(who)) and not secure
+        drawn_from = self._drawn[2] if hides else len(who)
         private = PrivateSum(self.privacy, len(who), drawn_from, self.round, self.noise_stream, protect)
         return Answers(hidden, missing, fields, self.aggregation, private, secure)
 
