@@ -29,7 +29,7 @@ from fewer.privacy import (
 )
 from fewer.runtime import Clients
 from fewer.runtime.clients import PrivateSum, reveal
-from fewer.runtime.noise import SECRET, NoiseSource, SeededStream, open_secret
+from fewer.runtime.noise import SECRET, NoiseSource, SeededStream, hash_fields, open_secret
 from fewer.runtime.streams import stream
 from tests.helpers import run_contents
 
@@ -239,6 +239,8 @@ def test_adaptive_clipping_moves_toward_the_quantile() -> None:
         ("user:nose=1", "unknown 'nose' .allowed: clip, noise, epsilon, delta, quantile, distributed, public_noise"),
         ("user:noise=x", "noise must be a number"),
         ("user:noise=0", "noise must be > 0, got 0"),
+        ("user:noise=1e-200", "noise must be between 1e-06 and 1e.06, got 1e-200"),
+        ("record:noise=1e200", "noise must be between 1e-06 and 1e.06"),
         ("user:noise=1,delta=2", "delta must be between 0 and 1"),
     ],
 )
@@ -405,6 +407,12 @@ def test_only_the_owner_can_read_the_secret_and_no_other_file_has_it(tmp_path: P
         assert not any(form in content for content in others for form in (secret, secret.hex().encode()))
     fewer.run("fedavg", out=tmp_path / "public", **SETTINGS, dp="user:noise=1,public_noise")
     assert not [*(tmp_path / "public").rglob(SECRET)]
+
+
+def test_questions_have_hashes_whatever_their_tensors() -> None:
+    tensors = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2), torch.ones(2), torch.zeros(()), torch.zeros(2, 0)]
+    tensors += [torch.zeros(2, dtype=torch.bool), torch.arange(6).view(2, 3).t()]
+    assert len({hash_fields({"model": {"w": tensor}, "size": 1}) for tensor in tensors}) == len(tensors)
 
 
 def test_a_damaged_secret_is_reported(tmp_path: Path) -> None:

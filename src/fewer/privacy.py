@@ -46,6 +46,8 @@ MAX_NOISE = 1e4
 """The largest noise multiplier that a target ε may need."""
 ORDERS = (*range(2, 33), 40, 48, 64, 96, 128, 256, 512)
 """Rényi orders at record level. Integers, because other orders are slow and may not converge at high sampling rates."""
+NOISES = 1e-6, 1e6
+"""The smallest and the largest noise multiplier that the accountant can compute with."""
 RATE_STEP = 1.02
 """Sampling rates are rounded up to powers of this, so that many clients share one computation."""
 
@@ -112,6 +114,9 @@ class PrivacySettings:
             if not 0 < value < limit:
                 allowed = "> 0" if limit == math.inf else "between 0 and 1"
                 raise SettingError(f"dp = {text}: {name} must be {allowed}, got {value:g}")
+        if not NOISES[0] <= values.get("noise", 1.0) <= NOISES[1]:
+            allowed = f"between {NOISES[0]:g} and {NOISES[1]:g}"
+            raise SettingError(f"dp = {text}: noise must be {allowed}, got {values['noise']:g}")
         if ("noise" in values) == ("epsilon" in values):
             raise SettingError(f"dp = {text}: pass either noise or epsilon")
         if "quantile" in values and (distributed or level != "user"):

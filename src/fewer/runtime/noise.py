@@ -112,9 +112,8 @@ def hash_fields(fields: Any) -> str:
         parts = [part for name in sorted(fields) for part in (name, hash_fields(fields[name]))]
         content = "/".join(parts).encode()
     elif isinstance(fields, Tensor):
-        content = (
-            f"{fields.dtype} {list(fields.shape)} ".encode() + fields.cpu().contiguous().view(-1).numpy().tobytes()
-        )
+        values = fields.cpu().contiguous().view(-1).view(torch.uint8)  # NumPy has no bfloat16
+        content = f"{fields.dtype} {list(fields.shape)} ".encode() + values.numpy().tobytes()
     else:
         content = repr(fields).encode()
     return hashlib.sha256(content).hexdigest()
