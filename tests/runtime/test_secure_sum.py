@@ -406,6 +406,13 @@ def test_an_interrupted_round_counts_twice() -> None:
     book.record(5, 50, 3, shares=0.25)
     drawn_twice = Release(5, 50, 1.0, sums=2)
     assert book.epsilon == pytest.approx(compute_epsilon(((Release(5, 5, 2.0), 2), (drawn_twice, 1)), 1e-5))
+    twice = PrivacyLedger(PrivacySettings(noise=2.0, distributed=True), 2.0, 1.0)
+    for round in (1, 1, 2, 2):  # as in SCAFFOLD
+        twice.record(5, 5, round)
+    restored = PrivacyLedger(twice.settings, 2.0, 1.0)
+    restored.restore(twice.to_dict())
+    restored.check_repeats(1)
+    assert restored.epsilon == pytest.approx(compute_epsilon(((Release(5, 5, 2.0), 6),), 1e-5))
     records = PrivacyLedger(PrivacySettings(noise=2.0, distributed=True, level="record"), 2.0, 1.0, repeats=2)
     records.record_client(0, [(1.0, 2.0, 1)])
     assert records.epsilon == pytest.approx(compute_record_epsilon(((RecordRelease(1.0, 2.0), 3),), 1e-5))
