@@ -31,7 +31,7 @@ from fewer.runtime.handlers import Call, Reply
 from fewer.runtime.keys import KeyFiles
 from fewer.runtime.secure_sum import SEND_MASKED, SEND_SHARES, SHARE_KEYS, SumMember, withhold
 from fewer.runtime.store import Store
-from fewer.wire import Number, Refused, decode
+from fewer.wire import Number, Refused, Shaped, decode
 from fewer.wire.masking import STEP
 
 FORM = {"w": torch.zeros(3), "steps": torch.zeros((), dtype=torch.int64)}
@@ -319,13 +319,21 @@ class Zeros(Vectors):
         return {"model": {"w": torch.zeros(20_000)}, "size": 1}
 
 
+class ZeroTensor(Zeros):
+    """As Zeros, but the answer is a tensor and not a model."""
+
+    @on_client
+    def send_tensor(self, client: Client) -> dict[str, Any]:
+        return {"values": torch.zeros(20_000)}
+
+
 ZEROS: dict[str, Any] = {"model": {"w": torch.zeros(20_000)}, "size": Number(int, 1, 10**9)}
 
 
 def connect_private(folder: Path, dp: str, gone: Sequence[tuple[int, str]] = (), **settings: Any) -> Watched:
     pytest.importorskip("dp_accounting", reason="the accountant is not installed (pip install 'fewer[dp]')")
     data = fewer.data.load("digits", clients=5, alpha=10.0)
-    experiment = build_experiment(parse_settings({"secure_sum": True, "dp": dp, **settings}), Zeros(), data)
+    experiment = build_experiment(parse_settings({"secure_sum": True, "dp": dp, **settings}), ZeroTensor(), data)
     options: dict[str, Any] = {"noise": open_noise(experiment, folder), "privacy": experiment.open_privacy()}
     handlers = build_handler_runner(experiment, folder)
     watched = Watched(**runtime_options(experiment), **options, handlers=handlers)
@@ -353,6 +361,12 @@ def test_epsilon_counts_the_noise_of_the_clients_in_a_sum(
     assert clients.privacy
     ((release, count),) = clients.privacy.releases.items()
     assert (release.asked, count) == (5, 1) and release.noise == pytest.approx(2 * math.sqrt(shares))
+
+
+def test_a_single_tensor_has_noise_too(tmp_path: Path) -> None:
+    clients = connect_private(tmp_path, "user:clip=0.5,noise=2,distributed", quorum=1.0)
+    answers = clients.ask(range(5), ZeroTensor().send_tensor, returns={"values": Shaped((20_000,))})
+    assert 5 * average_field(answers, "values")[""].std().item() == pytest.approx(2 * 0.5, rel=0.02)
 
 
 def test_a_cohort_that_the_server_draws_hides_nothing_from_it(tmp_path: Path) -> None:

@@ -210,10 +210,14 @@ class Client(Context):
             return dict(answer)
         noisy = dict(answer)
         for name, value in answer.items():
+            start, single = sent.get(name), isinstance(value, torch.Tensor)
+            if single:
+                value, start = {"": value}, None if start is None else {"": start}
             if isinstance(value, dict) and value:
                 stream = self._guard.stream(f"privacy {self._guard.handler} {name}")
                 noise = (self.protection.noise or 0.0) / self._guard.shares**0.5
-                noisy[name] = add_share(value, sent.get(name), self._guard.settings.clip, noise, stream)
+                shared = add_share(value, start, self._guard.settings.clip, noise, stream)
+                noisy[name] = shared[""] if single else shared
         return noisy
 
     def initial_weights(self) -> Weights:
