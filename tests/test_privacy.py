@@ -27,9 +27,10 @@ from fewer.privacy import (
     compute_epsilon,
     round_up_rate,
 )
+from fewer.runs import engine
 from fewer.runtime import Clients
 from fewer.runtime.clients import PrivateSum, reveal
-from fewer.runtime.noise import SECRET, NoiseSource, SeededStream, open_secret
+from fewer.runtime.noise import SECRET, NoiseSource, SeededStream, hash_fields, open_secret
 from fewer.runtime.streams import stream
 from tests.helpers import run_contents
 
@@ -150,11 +151,13 @@ def test_the_mean_is_clipped_and_divided_by_the_clients_asked() -> None:
 
 def test_no_two_releases_share_noise() -> None:
     book, streams = ledger(), []
-    private = PrivateSum(book, 3, 3, 1, lambda purpose: streams.append(purpose) or seeded(purpose))  # type: ignore[func-returns-value]
-    private.noise_stream()
+    private = PrivateSum(book, 3, 3, 1, lambda *key: streams.append(key) or seeded(*key))  # type: ignore[func-returns-value]
+    update = {"w": torch.zeros(2)}
+    private.noise_stream([update])
     book.record(3, 3, 1)
-    private.noise_stream()
-    assert len({*streams}) == 2
+    private.noise_stream([update])
+    private.noise_stream([update, update])
+    assert len({*streams}) == 3
 
 
 def test_two_sums_over_one_draw_cost_as_much_as_one_with_less_noise() -> None:
@@ -239,6 +242,8 @@ def test_adaptive_clipping_moves_toward_the_quantile() -> None:
         ("user:nose=1", "unknown 'nose' .allowed: clip, noise, epsilon, delta, quantile, distributed, public_noise"),
         ("user:noise=x", "noise must be a number"),
         ("user:noise=0", "noise must be > 0, got 0"),
+        ("user:noise=1e-200", "noise must be between 1e-06 and 1e.06, got 1e-200"),
+        ("record:noise=1e200", "noise must be between 1e-06 and 1e.06"),
         ("user:noise=1,delta=2", "delta must be between 0 and 1"),
     ],
 )
@@ -257,6 +262,34 @@ def test_clients_of_a_resumed_run_draw_the_same_noise(dp: str, tmp_path: Path, m
     monkeypatch.undo()  # the secret comes from the run's directory
     fewer.resume(tmp_path / "run")
     assert run_contents(tmp_path / "run") == run_contents(tmp_path / "unbroken")
+
+
+@pytest.mark.parametrize("dp", ["user:noise=1", "user:epsilon=20"])
+def test_other_answers_after_an_interruption_have_other_noise_and_count(
+    dp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same noise, the two models that clients evaluate would differ by what the absent clients sent."""
+    evaluate, models = engine._evaluate, []
+
+    def stop_in_evaluation(run: Any, clients: Any, state: Any, *more: Any) -> None:
+        models.append(state.model["head.weight"])
+        if len(models) in (2, 3):
+            raise KeyboardInterrupt
+        evaluate(run, clients, state, *more)
+
+    monkeypatch.setattr(engine, "_evaluate", stop_in_evaluation)
+    with pytest.raises(KeyboardInterrupt):
+        fewer.run("fedavg", out=tmp_path / "run", **{**SETTINGS, "cohort": 6}, dp=dp)
+    with pytest.raises(KeyboardInterrupt):
+        fewer.resume(tmp_path / "run")
+    assert torch.equal(models[1], models[2])
+    if "epsilon" in dp:
+        with pytest.raises(SettingError, match="epsilon = 20 was not planned for an interrupted round"):
+            fewer.resume(tmp_path / "run", drop=0.5)
+        return
+    result = fewer.resume(tmp_path / "run", drop=0.5)
+    assert (models[3] - models[2]).std() > 0.1
+    assert result.metrics["epsilon"] == pytest.approx(compute_epsilon(((Release(6, 6, 1.0), 3),), 1e-5))
 
 
 def test_epsilon_grows_by_round_and_a_resumed_run_has_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,6 +438,12 @@ def test_only_the_owner_can_read_the_secret_and_no_other_file_has_it(tmp_path: P
         assert not any(form in content for content in others for form in (secret, secret.hex().encode()))
     fewer.run("fedavg", out=tmp_path / "public", **SETTINGS, dp="user:noise=1,public_noise")
     assert not [*(tmp_path / "public").rglob(SECRET)]
+
+
+def test_questions_have_hashes_whatever_their_tensors() -> None:
+    tensors = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2), torch.ones(2), torch.zeros(()), torch.zeros(2, 0)]
+    tensors += [torch.zeros(2, dtype=torch.bool), torch.arange(6).view(2, 3).t()]
+    assert len({hash_fields({"model": {"w": tensor}, "size": 1}) for tensor in tensors}) == len(tensors)
 
 
 def test_a_damaged_secret_is_reported(tmp_path: Path) -> None:

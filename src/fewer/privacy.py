@@ -46,6 +46,8 @@ MAX_NOISE = 1e4
 """The largest noise multiplier that a target ε may need."""
 ORDERS = (*range(2, 33), 40, 48, 64, 96, 128, 256, 512)
 """Rényi orders at record level. Integers, because other orders are slow and may not converge at high sampling rates."""
+NOISES = 1e-6, 1e6
+"""The smallest and the largest noise multiplier that the accountant can compute with."""
 RATE_STEP = 1.02
 """Sampling rates are rounded up to powers of this, so that many clients share one computation."""
 
@@ -112,6 +114,9 @@ class PrivacySettings:
             if not 0 < value < limit:
                 allowed = "> 0" if limit == math.inf else "between 0 and 1"
                 raise SettingError(f"dp = {text}: {name} must be {allowed}, got {value:g}")
+        if not NOISES[0] <= values.get("noise", 1.0) <= NOISES[1]:
+            allowed = f"between {NOISES[0]:g} and {NOISES[1]:g}"
+            raise SettingError(f"dp = {text}: noise must be {allowed}, got {values['noise']:g}")
         if ("noise" in values) == ("epsilon" in values):
             raise SettingError(f"dp = {text}: pass either noise or epsilon")
         if "quantile" in values and (distributed or level != "user"):
@@ -171,9 +176,13 @@ class PrivacyLedger:
     uses: int = 0
     """At record level with a target ε: how often a client answers at most."""
     repeats: int = 0
-    """Rounds whose sums may have been released twice, because a run with distributed noise was interrupted."""
+    """Sums that were released twice because the run was interrupted; if noise is distributed, rounds of such sums."""
+    most_sums: int = 1
+    """The largest number of sums in a round."""
     _latest: tuple[int, Release] | None = None
     """The round and the release of the latest sum over a cohort that was drawn."""
+    _sums_of_round: tuple[int, int] = (0, 0)
+    """A round, and the number of sums in it so far."""
     _answered: dict[int, int] = field(default_factory=dict)
     """The round in which each client released last, if a target ε chose the noise."""
 
@@ -199,7 +208,8 @@ class PrivacyLedger:
     def _repeat_sums(self) -> Counter[Release]:
         """All releases, with the costliest ones repeated: over the same draw, with other noise."""
         releases = Counter(self.releases)
-        for _ in range(self.repeats if releases else 0):
+        repeats = self.repeats * (self.most_sums if self.settings.distributed else 1)
+        for _ in range(repeats if releases else 0):
             costliest = max(releases, key=lambda release: release.sums / release.noise**2)
             releases = releases - Counter([costliest])
             releases[costliest._replace(sums=costliest.sums + 1)] += 1
@@ -242,6 +252,8 @@ class PrivacyLedger:
 
         `shares` is the variance of the noise that is there, relative to the one planned, if clients add their shares.
         """
+        self._sums_of_round = round, self._sums_of_round[1] + 1 if self._sums_of_round[0] == round else 1
+        self.most_sums = max(self.most_sums, self._sums_of_round[1])
         release = Release(asked, drawn_from, self.noise * math.sqrt(shares))
         if asked < drawn_from:
             if self._latest and self._latest[0] == round and self._latest[1][:2] == release[:2]:
@@ -274,11 +286,11 @@ class PrivacyLedger:
             spent[RecordRelease(round_up_rate(rate), noise)] += int(count)
 
     def check_repeats(self, repeats: int) -> None:
-        """Sets the number of rounds that may have been released twice. Raises SettingError if ε forbids any."""
+        """Sets `repeats`. Raises SettingError if a target ε forbids any."""
         if repeats and self.settings.epsilon is not None:
             raise SettingError(
                 f"dp: epsilon = {self.settings.epsilon:g} was not planned for an interrupted round, whose sums "
-                "the server may see twice: start a new run, or pass noise instead"
+                "may be released twice: start a new run, or pass noise instead"
             )
         self.repeats = repeats
 
@@ -295,12 +307,15 @@ class PrivacyLedger:
     def to_dict(self) -> dict[str, Any]:
         """All that a checkpoint needs."""
         content = {"noise": self.noise, "clip": self.clip, "releases": [[*key, n] for key, n in self.releases.items()]}
+        content |= {"most_sums": self.most_sums} if self.most_sums > 1 else {}
+        content |= {"repeats": self.repeats} if self.repeats else {}
         rows = [[client, *key, n] for client, spent in self.records.items() for key, n in spent.items()]
         return {**content, "records": rows} if rows else content
 
     def restore(self, content: Mapping[str, Any]) -> None:
         """Restores the ledger from `to_dict`."""
         self.noise, self.clip = content["noise"], content["clip"]
+        self.most_sums, self.repeats = content.get("most_sums", 1), content.get("repeats", 0)
         rows = content["releases"]
         self.releases = Counter({Release(*release): count for *release, count in rows})
         self.records = {}

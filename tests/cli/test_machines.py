@@ -45,6 +45,7 @@ def test_keys_and_mistakes_on_the_command_line(tmp_path: Path, monkeypatch: pyte
     assert "names a file" in command("server", f"{method_file}:FedMedian", *digits, "2", code=2).stderr
     assert "has no node.key" in command("join", "127.0.0.1:1", "--key", tmp_path, code=2).stderr
     join: list[str | Path] = ["join", "127.0.0.1:1", "--key", keys / "client-0"]
+    assert "unknown level 'recrod'" in command(*join, "--dp", "recrod:epsilon=8", code=2).stderr
     assert "device = 'gpu' is not available" in command(*join, "--device", "gpu", code=2).stderr
     assert "'none.npz' does not exist" in command(*join, "--data", "npz:none.npz", code=2).stderr
     for address in ("server", "https://server:443", "server:http"):

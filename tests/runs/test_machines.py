@@ -536,6 +536,19 @@ def test_a_client_draws_its_own_noise_and_answers_nothing_without(tmp_path: Path
     assert "4 shares of noise, but there are 3 clients" in ask_protected(first, description, 4).detail
 
 
+def test_a_question_without_noise_leaves_nothing_in_the_store(tmp_path: Path) -> None:
+    """A client of SCAFFOLD sends the difference to the control variate that it stored. That must be noisy, too."""
+    pytest.importorskip("dp_accounting")
+    daemon = ClientDaemon(tmp_path / "store")
+    weights = experiment(3).task.initial_weights(3)
+    message = encode("train_with_control", {"model": weights, "control": weights, "counted": 0})
+    description = json.dumps(session(tmp_path, method="scaffold", dp="record:noise=1", norm="group"))
+    for protect, written in ((0, False), (3, True)):
+        reply = daemon.answer(description, Call(0, "train_with_control", 1, protect=protect), message)
+        assert reply.failure == (None if written else "refused")
+        assert bool([*(tmp_path / "store").rglob("*.safetensors")]) == written
+
+
 def test_a_client_refuses_noise_that_does_not_protect_it(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting")
     description = session(tmp_path, dp="record:noise=1", norm="group")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from fewer.runtime.handlers import Call, Reply
 from fewer.runtime.keys import KeyFiles
 from fewer.runtime.secure_sum import SEND_MASKED, SEND_SHARES, SHARE_KEYS, SumMember, withhold
 from fewer.runtime.store import Store
-from fewer.wire import Number, Refused, decode
+from fewer.wire import Number, Refused, Shaped, decode
 from fewer.wire.masking import STEP
 
 FORM = {"w": torch.zeros(3), "steps": torch.zeros((), dtype=torch.int64)}
@@ -169,14 +170,16 @@ def test_wrong_shares_and_masks_are_noticed(
 # --- what a client refuses ------------------------------------------------------------------------------------
 
 
-def make_member(folder: Path, client: int = 0) -> SumMember:
+def make_member(folder: Path, client: int = 0, shares: int = 0) -> SumMember:
     member = SumMember(client, Store(folder / f"store-{client}", 1), KeyFiles(folder / "keys"), b"run")
-    withhold(member.store, {"model": {"w": torch.ones(3)}, "size": 2})
+    withhold(member.store, {"model": {"w": torch.ones(3)}, "size": 2}, shares)
     return member
 
 
-def share(member: SumMember, name: str = "model", number: int = 1, peers: Sequence[int] = (0, 1, 2)) -> dict[str, Any]:
-    fields = {"name": name, "weight": "size", "number": number, "peers": torch.tensor(peers)}
+def share(
+    member: SumMember, name: str = "model", number: int = 1, peers: Sequence[int] = (0, 1, 2), weight: str = "size"
+) -> dict[str, Any]:
+    fields = {"name": name, "weight": weight, "number": number, "peers": torch.tensor(peers)}
     return member.answer(SHARE_KEYS, fields)
 
 
@@ -222,6 +225,19 @@ def test_a_client_never_sends_both_shares_of_a_peer(tmp_path: Path) -> None:
     first = members[0].answer(SEND_SHARES, {"survivors": torch.tensor([0, 1, 2])})
     assert first["shares"].shape == (3, 66)
     with pytest.raises(Refused, match="out of order"):
+        members[0].answer(SEND_SHARES, {"survivors": torch.tensor([0, 1])})
+
+
+def test_a_client_refuses_sums_with_less_noise_than_its_share_counts_on(tmp_path: Path) -> None:
+    """The server says how many shares make up the noise, and may reveal no sum of fewer clients."""
+    members = [make_member(tmp_path, client, shares=3) for client in range(3)]
+    with pytest.raises(Refused, match="a sum weighted by 'size', but shares of noise have equal weights"):
+        share(members[0])
+    parcels = [share(member, weight="") for member in members]
+    received = [torch.split(parcel["sealed"], parcel["lengths"].tolist())[0] for parcel in parcels]
+    fields = {"sealed": torch.cat(received), "lengths": torch.tensor([len(part) for part in received])}
+    members[0].answer(SEND_MASKED, fields)
+    with pytest.raises(Refused, match="a secure sum of 2 clients, 3 needed"):
         members[0].answer(SEND_SHARES, {"survivors": torch.tensor([0, 1])})
 
 
@@ -303,13 +319,21 @@ class Zeros(Vectors):
         return {"model": {"w": torch.zeros(20_000)}, "size": 1}
 
 
+class ZeroTensor(Zeros):
+    """As Zeros, but the answer is a tensor and not a model."""
+
+    @on_client
+    def send_tensor(self, client: Client) -> dict[str, Any]:
+        return {"values": torch.zeros(20_000)}
+
+
 ZEROS: dict[str, Any] = {"model": {"w": torch.zeros(20_000)}, "size": Number(int, 1, 10**9)}
 
 
 def connect_private(folder: Path, dp: str, gone: Sequence[tuple[int, str]] = (), **settings: Any) -> Watched:
     pytest.importorskip("dp_accounting", reason="the accountant is not installed (pip install 'fewer[dp]')")
     data = fewer.data.load("digits", clients=5, alpha=10.0)
-    experiment = build_experiment(parse_settings({"secure_sum": True, "dp": dp, **settings}), Zeros(), data)
+    experiment = build_experiment(parse_settings({"secure_sum": True, "dp": dp, **settings}), ZeroTensor(), data)
     options: dict[str, Any] = {"noise": open_noise(experiment, folder), "privacy": experiment.open_privacy()}
     handlers = build_handler_runner(experiment, folder)
     watched = Watched(**runtime_options(experiment), **options, handlers=handlers)
@@ -339,6 +363,22 @@ def test_epsilon_counts_the_noise_of_the_clients_in_a_sum(
     assert (release.asked, count) == (5, 1) and release.noise == pytest.approx(2 * math.sqrt(shares))
 
 
+def test_a_single_tensor_has_noise_too(tmp_path: Path) -> None:
+    clients = connect_private(tmp_path, "user:clip=0.5,noise=2,distributed", quorum=1.0)
+    answers = clients.ask(range(5), ZeroTensor().send_tensor, returns={"values": Shaped((20_000,))})
+    assert 5 * average_field(answers, "values")[""].std().item() == pytest.approx(2 * 0.5, rel=0.02)
+
+
+def test_a_cohort_that_the_server_draws_hides_nothing_from_it(tmp_path: Path) -> None:
+    clients = connect_private(tmp_path, "user:noise=2,distributed", quorum=1.0)
+    average_by_size(clients.ask(clients.sample(4), Zeros().send_zeros, returns=ZEROS))
+    assert clients.privacy and list(clients.privacy.releases) == [Release(4, 4, 2.0)]
+    settings = {"secure_sum": True, "dp": "user:epsilon=8,distributed", "rounds": 1, "cohort": 4}
+    data = fewer.data.load("digits", clients=5, alpha=10.0)
+    planned = build_experiment(parse_settings({"method": "fedavg", **settings}), data=data).open_privacy()
+    assert planned and planned.planned == (4, 4)
+
+
 def test_no_sum_with_too_little_noise_is_revealed(tmp_path: Path) -> None:
     """Three of five clients must be in the sum. Two are, and the server never asks for the shares of their masks."""
     gone = [(0, "send_zeros"), (1, "send_zeros"), (2, SEND_MASKED)]
@@ -350,6 +390,27 @@ def test_no_sum_with_too_little_noise_is_revealed(tmp_path: Path) -> None:
     assert SEND_SHARES not in {call.handler for call, _ in clients.seen}
 
 
+def test_a_client_that_is_told_of_more_shares_reveals_no_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = connect_private(tmp_path, "user:noise=2,distributed", [(4, SEND_MASKED)])
+    monkeypatch.setattr(Watched, "_count_shares", lambda self, asked: asked)
+    answers = clients.ask(range(5), Zeros().send_zeros, returns=ZEROS)
+    assert answers.secure
+    answers.secure.at_least = 0  # the server lies to its clients, and would reveal a sum of four
+    with pytest.raises(QuorumLost, match="a secure sum of 4 clients, 5 needed"):
+        average_by_size(answers)
+
+
+def test_a_client_that_is_asked_again_draws_another_share(tmp_path: Path) -> None:
+    """Otherwise the sums of four and of five clients would differ by one client's share."""
+    clients = connect_private(tmp_path, "user:noise=2,distributed")
+    sums = []
+    for _ in range(2):
+        clients._questions = (0, Counter())  # a server that does not count its questions
+        answers = clients.ask(range(5), Zeros().send_zeros, returns=ZEROS)
+        sums.append(average_by_size(answers)["w"])
+    assert (sums[1] - sums[0]).std() > sums[0].std()
+
+
 def test_an_interrupted_round_counts_twice() -> None:
     book = PrivacyLedger(PrivacySettings(noise=2.0, distributed=True), 2.0, 1.0)
     for round in (1, 2):
@@ -359,6 +420,13 @@ def test_an_interrupted_round_counts_twice() -> None:
     book.record(5, 50, 3, shares=0.25)
     drawn_twice = Release(5, 50, 1.0, sums=2)
     assert book.epsilon == pytest.approx(compute_epsilon(((Release(5, 5, 2.0), 2), (drawn_twice, 1)), 1e-5))
+    twice = PrivacyLedger(PrivacySettings(noise=2.0, distributed=True), 2.0, 1.0)
+    for round in (1, 1, 2, 2):  # as in SCAFFOLD
+        twice.record(5, 5, round)
+    restored = PrivacyLedger(twice.settings, 2.0, 1.0)
+    restored.restore(twice.to_dict())
+    restored.check_repeats(1)
+    assert restored.epsilon == pytest.approx(compute_epsilon(((Release(5, 5, 2.0), 6),), 1e-5))
     records = PrivacyLedger(PrivacySettings(noise=2.0, distributed=True, level="record"), 2.0, 1.0, repeats=2)
     records.record_client(0, [(1.0, 2.0, 1)])
     assert records.epsilon == pytest.approx(compute_record_epsilon(((RecordRelease(1.0, 2.0), 3),), 1e-5))

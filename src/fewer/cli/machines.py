@@ -258,9 +258,12 @@ def join(
     """
     _prepare_process()
     from fewer.methods import find
+    from fewer.privacy import PrivacySettings
     from fewer.runs.machines import ClientDaemon
     from fewer.runtime.keys import PinnedKeys
 
+    if dp is not None:
+        PrivacySettings.parse(dp)  # reports a typo now: no run would ever fit it
     options = parse_assignments(data_options or [])
     method_name = find(method).name if method else None
     limits = method_name, secure_sum, dp

@@ -22,6 +22,7 @@ from fewer.privacy import Protection
 from fewer.runtime import Clients, Store, Unable, open_members, seed_of, stream
 from fewer.runtime.keys import KeyFiles, Keys
 from fewer.runtime.noise import NoiseSource, NoiseStream
+from fewer.runtime.secure_sum import count_withheld
 from fewer.runtime.store import client_folder
 from fewer.runtime.streams import server_key
 from fewer.wire import Refused
@@ -177,6 +178,8 @@ class Client(Context):
             raise Unable("its privacy budget is spent")
         again = f" {repeat}" if repeat else ""
         source, question = self.noise, f"{shares} {question}"
+        if self.protection.settings.distributed:  # sums of the same answer over different clients must not share noise
+            question += f" {count_withheld(self.store)}"
 
         def noise_stream(purpose: str) -> NoiseStream:
             return source.stream(self.round, self.id, purpose + again, question=question)
@@ -187,6 +190,11 @@ class Client(Context):
     def protects_records(self) -> bool:
         """True if the client's answer must protect each record."""
         return self._guard is not None and self._guard.settings.level == "record"
+
+    @property
+    def shares_of_noise(self) -> int:
+        """The number of shares that make up the noise of a sum; 0 if the client does not share it."""
+        return self._guard.shares if self._guard and self._guard.settings.distributed else 0
 
     @property
     def releases(self) -> Sequence[tuple[float, float, int]]:
@@ -202,10 +210,14 @@ class Client(Context):
             return dict(answer)
         noisy = dict(answer)
         for name, value in answer.items():
+            start, single = sent.get(name), isinstance(value, torch.Tensor)
+            if single:
+                value, start = {"": value}, None if start is None else {"": start}
             if isinstance(value, dict) and value:
                 stream = self._guard.stream(f"privacy {self._guard.handler} {name}")
                 noise = (self.protection.noise or 0.0) / self._guard.shares**0.5
-                noisy[name] = add_share(value, sent.get(name), self._guard.settings.clip, noise, stream)
+                shared = add_share(value, start, self._guard.settings.clip, noise, stream)
+                noisy[name] = shared[""] if single else shared
         return noisy
 
     def initial_weights(self) -> Weights:

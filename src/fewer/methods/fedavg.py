@@ -157,7 +157,7 @@ def average_field(answers: Answers, name: str, shares: Sequence[float] | None = 
         updates = [reveal(answer, name) for answer in answers]
         if not updates[0]:  # clients keep their models
             return {}
-        start, stream = answers.sent.get(name), private.noise_stream()
+        start, stream = answers.sent.get(name), private.noise_stream(updates)
         private.ledger.record(private.asked, private.drawn_from, private.round)
         return private_mean(updates, start, updates[0], private.ledger, private.asked, stream)
     shares = [1] * len(answers) if shares is None else shares

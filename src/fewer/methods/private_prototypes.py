@@ -66,7 +66,10 @@ def add_class_sums(answers: Answers) -> ClassSums:
     counts = torch.stack([part.counts for part in parts]).double().sum(0)
     deviation = math.sqrt(sum(part.deviation**2 for part in parts))
     if (private := answers.private) and (missing := private.asked - len(parts)):
-        stream, share = private.noise_stream(), parts[0].deviation * math.sqrt(missing)
+        stream, share = (
+            private.noise_stream([part._asdict() for part in parts]),
+            parts[0].deviation * math.sqrt(missing),
+        )
         sums = add_noise(sums, share * COUNT_WEIGHT * private.ledger.clip, stream)
         counts = add_noise(counts, share, stream)
         deviation = math.hypot(deviation, share)
@@ -114,7 +117,7 @@ def private_prototypes(answers: Answers, num_classes: int, width: int) -> Protot
             dense[classes] = torch.cat([means, torch.ones(len(means), 1)], dim=1)
         updates.append({"rows": dense})
     deviation = private.ledger.noise_of_sum(private.asked)
-    stream = private.noise_stream()
+    stream = private.noise_stream(updates)
     private.ledger.record(private.asked, private.drawn_from, private.round)
     mean = private_mean(updates, None, updates[0], private.ledger, private.asked, stream)
     total = private.asked * mean["rows"].double()

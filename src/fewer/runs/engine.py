@@ -442,7 +442,7 @@ def open_noise(experiment: Experiment, folder: Path) -> NoiseSource | None:
     if experiment.settings.dp is None:
         return None
     public = PrivacySettings.parse(experiment.settings.dp).public_noise
-    return NoiseSource(experiment.settings.seed, None if public else open_secret(folder))
+    return NoiseSource(experiment.settings.seed, None if public else open_secret(folder), folder)
 
 
 def runtime_options(experiment: Experiment) -> dict[str, Any]:

@@ -71,7 +71,10 @@ class Experiment:
         default = clients if once else min(DEFAULT_COHORT, clients)
         cohort = default if self.method.cohort is None else self.method.cohort
         rounds = 1 if once else self.method.rounds
-        return PrivacyLedger.open(PrivacySettings.parse(self.settings.dp), rounds, cohort, clients)
+        privacy = PrivacySettings.parse(self.settings.dp)
+        if self.settings.secure_sum and privacy.level == "user":
+            clients = cohort  # the server, which must not learn more than a sum, knows the cohort
+        return PrivacyLedger.open(privacy, rounds, cohort, clients)
 
     @property
     def population(self) -> int:

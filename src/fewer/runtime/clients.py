@@ -20,7 +20,7 @@ from fewer.ledger import EVALUATION
 from fewer.privacy import NotCovered, PrivacyLedger
 from fewer.runtime.handlers import Call, Reply, Unsent, encode_message, stream_name
 from fewer.runtime.lies import COLLUDING, Lies
-from fewer.runtime.noise import NoiseSource, NoiseStream
+from fewer.runtime.noise import NoiseSource, NoiseStream, hash_fields
 from fewer.runtime.ring import Journal, RelayRun
 from fewer.runtime.secure_sum import STEPS, WITHHELD, SecureSum, threshold
 from fewer.runtime.streams import SERVER, global_streams, seed_of, stream
@@ -63,13 +63,14 @@ class PrivateSum(NamedTuple):
     drawn_from: int
     """The number of clients that the cohort was drawn from; `asked` if it was not drawn in this round."""
     round: int
-    stream: Callable[[str], NoiseStream]
+    stream: Callable[[str, str], NoiseStream]
     shares: int = 0
     """The number of shares of distributed noise that make up noise z."""
 
-    def noise_stream(self) -> NoiseStream:
-        """The stream of the next release's noise. No two releases of a run share noise."""
-        return self.stream(f"privacy {self.ledger.count_sums()}")
+    def noise_stream(self, updates: Sequence[Mapping[str, Any]]) -> NoiseStream:
+        """The stream of the noise of the next release, which sums up `updates`. No two releases share noise."""
+        content = hash_fields({str(index): update for index, update in enumerate(updates)})
+        return self.stream(f"privacy {self.ledger.count_sums()}", content)
 
 
 @dataclass(frozen=True)
@@ -308,10 +309,16 @@ class Clients(ABC):
         """The server's random stream for this round and purpose."""
         return stream(self.seed, self.round, SERVER, purpose)
 
-    def noise_stream(self, purpose: str) -> NoiseStream:
-        """The server's noise for this round and purpose, under differential privacy."""
-        assert self.noise
-        return self.noise.stream(self.round, SERVER, purpose)
+    def noise_stream(self, purpose: str, content: str) -> NoiseStream:
+        """The server's noise for this round and purpose, under differential privacy.
+
+        `content` is a hash of what it protects. Clients may have seen the sum of an interrupted round. If others answer
+        after the run resumes, the sum has other noise, and ε counts both.
+        """
+        assert self.noise and self.privacy
+        repeats = self.noise.count_repeats(f"{self.round} {purpose}", content)
+        self.privacy.check_repeats(max(repeats, self.privacy.repeats))
+        return self.noise.stream(self.round, SERVER, purpose, question=content)
 
     # --- asking ---------------------------------------------------------------------------------------------
 
@@ -379,7 +386,9 @@ class Clients(ABC):
         if self.privacy is None or self.evaluating or in_the_clear or handler.__name__ in STEPS:
             return Answers(answered, missing, fields, self.aggregation, secure=secure)
         hidden = (Answer(answer.client, HiddenFields(answer.fields, handler.__name__)) for answer in answered)
-        drawn_from = self._drawn[2] if self._drawn[:2] == (self.round, frozenset(who)) else len(who)
+        # Shares of noise protect from the server, which knows whom it draws: a draw hides nothing from it.
+        hides = self._drawn[:2] == (self.round, frozenset(who)) and not secure
+        drawn_from = self._drawn[2] if hides else len(who)
         private = PrivateSum(self.privacy, len(who), drawn_from, self.round, self.noise_stream, protect)
         return Answers(hidden, missing, fields, self.aggregation, private, secure)
 

@@ -237,7 +237,7 @@ class HandlerRunner:
     secure_sum: bool = False
     """Clients store their answers. The server learns sums of them only."""
     always_protect: bool = False
-    """Refuses questions for tensors that differential privacy would not protect, other than metrics."""
+    """Refuses questions whose answers differential privacy would not protect, other than for metrics."""
     _last: dict[str, Any] = field(default_factory=dict, repr=False)
     """The last message and its decoded fields."""
 
@@ -272,6 +272,9 @@ class HandlerRunner:
             if call.on_server:
                 fields |= call.item
             _check_signature(handler, fields)
+            if self.always_protect and not (call.protect or call.on_server or handler.__measures__):
+                # also not to run it: what the client stores may be part of a later answer
+                raise Refused(f"dp protects every answer, and '{call.handler}' asks for one without noise")
             seed_globals(self.seed, call.round, call.stream_key, stream_name(handler))
             make_context = self.contexts.server if call.on_server else self.contexts
             context = make_context(call.client, call.round)
@@ -282,8 +285,6 @@ class HandlerRunner:
             if call.protect:
                 answer = context.protect_answer(answer, fields)
                 details["releases"] = context.releases
-            elif self.always_protect and not handler.__measures__ and has_tensors(answer):
-                raise Refused(f"dp protects every answer, and '{call.handler}' asks for one without noise")
             unsent = {name: value.tensors for name, value in answer.items() if isinstance(value, Unsent)}
             answer = {name: value for name, value in answer.items() if name not in unsent}
             if call.hop and call.client in self.liars and self.lies:
@@ -293,7 +294,8 @@ class HandlerRunner:
                 self._store_outgoing(call, handler, answer)
                 return make_reply()
             if self.secure_sum and not call.on_server and not handler.__measures__ and has_tensors(answer):
-                withhold(self.contexts.store(call.client, call.round), answer)
+                shares = context.shares_of_noise if call.protect else 0
+                withhold(self.contexts.store(call.client, call.round), answer, shares)
                 return make_reply(encode(WITHHELD, {}))
             message = encode(call.handler, answer) if call.on_server else encode_message(handler, call.handler, answer)
             return make_reply(message, unsent=pack(unsent) if any(unsent.values()) else b"")

@@ -14,6 +14,7 @@ With `public_noise`, noise follows from the seed: for tables and tests that othe
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,8 @@ from fewer.runtime.streams import stream
 SECRET = "noise.secret"
 """File with the secret."""
 SECRET_BYTES = 32
+RELEASES = "noise.releases"
+"""File next to the secret with a hash of each sum that the server has added noise to."""
 
 
 class NoiseStream(Protocol):
@@ -93,12 +96,25 @@ class NoiseSource:
     seed: int
     secret: bytes | None = field(repr=False)
     """None if noise follows from the seed."""
+    folder: Path | None = None
+    """Where the secret is."""
 
     def stream(self, *key: int | str, question: str = "") -> NoiseStream:
         """The stream with this key. Answers to different questions share no secret noise, whatever their key."""
         if self.secret is None:
             return SeededStream(stream(self.seed, *key))
         return SecretStream(self.derive(*key, question))
+
+    def count_repeats(self, release: str, content: str) -> int:
+        """Notes what a release contains. Returns how many releases so far were repeated with other content."""
+        if self.secret is None or self.folder is None:
+            return 0
+        path = self.folder / RELEASES
+        noted: dict[str, list[str]] = json.loads(path.read_text()) if path.exists() else {}
+        if content not in noted.setdefault(release, []):
+            noted[release].append(content)
+            write_private(path, json.dumps(noted).encode())
+        return sum(len(contents) - 1 for contents in noted.values())
 
     def derive(self, *key: int | str) -> bytes:
         """A key that follows from the secret and from every part of `key`."""
@@ -112,9 +128,8 @@ def hash_fields(fields: Any) -> str:
         parts = [part for name in sorted(fields) for part in (name, hash_fields(fields[name]))]
         content = "/".join(parts).encode()
     elif isinstance(fields, Tensor):
-        content = (
-            f"{fields.dtype} {list(fields.shape)} ".encode() + fields.cpu().contiguous().view(-1).numpy().tobytes()
-        )
+        values = fields.cpu().contiguous().view(-1).view(torch.uint8)  # NumPy has no bfloat16
+        content = f"{fields.dtype} {list(fields.shape)} ".encode() + values.numpy().tobytes()
     else:
         content = repr(fields).encode()
     return hashlib.sha256(content).hexdigest()

@@ -18,6 +18,8 @@ What protects a client from its server:
 - A client sums each field of an answer once. Sums over different sets of clients would reveal the difference.
 - A sum has at least three clients that share keys.
 - A client that sent its values takes no part in a sum without them.
+- If clients share the noise of differential privacy, a client takes no part in a sum with weights, or of fewer clients
+  than the shares that make up the noise. Asked again, it draws other noise.
 
 A server that follows these steps, and looks at all that it gets, learns the sum only. The paper's extra round, in which
 clients sign U₃, is left out. So a server that tells clients different things about who dropped out may learn the sum
@@ -72,9 +74,17 @@ def has_tensors(answer: Mapping[str, Any]) -> bool:
 # --- a client -------------------------------------------------------------------------------------------------
 
 
-def withhold(store: Store, answer: Mapping[str, Any]) -> None:
-    """Stores an answer for the sums of this round."""
-    store.put(ANSWER, {"round": store.round, "fields": dict(answer), "summed": []})
+def withhold(store: Store, answer: Mapping[str, Any], shares: int = 0) -> None:
+    """Stores an answer for the sums of this round. If clients share noise, `shares` of them have all of it."""
+    count = count_withheld(store) + 1
+    content = {"round": store.round, "fields": dict(answer), "summed": [], "shares": shares, "count": count}
+    store.put(ANSWER, content)
+
+
+def count_withheld(store: Store) -> int:
+    """The number of answers that the client has withheld in this round."""
+    answer = store.get(ANSWER)
+    return answer["count"] if answer is not None and answer["round"] == store.round else 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,8 @@ class SumMember:
             raise Refused(f"'{name}' of round {self.store.round} has been summed already")
         if len({*clients}) < max(MIN_CLIENTS, len(clients)) or self.client not in clients:
             raise Refused(f"a secure sum needs {MIN_CLIENTS} different clients, got {clients}")
+        if weight and answer["shares"]:
+            raise Refused(f"a sum weighted by '{weight}', but shares of noise have equal weights")
         last = self.store.get(STATE)
         if last is not None and (last["round"], last["number"]) >= (self.store.round, number):
             raise Refused(f"a replayed question of a secure sum (round {self.store.round}, number {number})")
@@ -125,6 +137,7 @@ class SumMember:
             parcel = public_key(private) + b"".join(both)
             parcels.append(seal(parcel, header, own_key, self.keys.public(self.client, peer), self.context))
         state = {"step": SHARE_KEYS, "name": name, "weight": weight, "number": number, "peers": clients}
+        state["needed"] = max(threshold(count), 2, answer["shares"])
         state |= {"private": private.hex(), "seed": seed.hex(), "shares": {self.client: own_shares.hex()}}
         self.store.put(STATE, {"round": self.store.round, **state})
         return dict(zip(("sealed", "lengths"), pack_parcels(parcels), strict=True))
@@ -154,8 +167,8 @@ class SumMember:
         state = self._state(after=SEND_MASKED)
         alive: set[int] = set(survivors.tolist())
         shares = {int(peer): bytes.fromhex(both) for peer, both in state["shares"].items()}
-        if not alive <= shares.keys() or len(alive) < max(threshold(len(state["peers"])), 2):
-            raise Refused(f"a secure sum of {len(alive)} clients, {threshold(len(state['peers']))} needed")
+        if not alive <= shares.keys() or len(alive) < state["needed"]:
+            raise Refused(f"a secure sum of {len(alive)} clients, {state['needed']} needed")
         if self.client not in alive:
             raise Refused("a secure sum without the values that this client sent")
         self.store.put(STATE, {**state, "step": SEND_SHARES, "shares": {}})

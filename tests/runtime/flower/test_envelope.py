@@ -84,6 +84,13 @@ def test_messages_between_clients_must_be_sealed() -> None:
 
 
 def test_impossible_releases_are_refused() -> None:
-    for releases in ([(1.5, 1.0, 1)], [(0.5, 0.0, 1)], [(0.5, 1.0, 0)], [(0.5, 1.0)], [(0.5, float("nan"), 1)]):
+    for releases in (
+        [(1.5, 1.0, 1)],
+        [(0.5, 0.0, 1)],
+        [(0.5, 1e-200, 1)],
+        [(0.5, 1.0, 0)],
+        [(0.5, 1.0)],
+        [(0.5, float("nan"), 1)],
+    ):
         packed = envelope.pack_answer(Reply(b"", releases=tuple(releases)))  # type: ignore[arg-type]
         assert envelope.read_answer(make_reply(packed)).detail == "invalid releases"

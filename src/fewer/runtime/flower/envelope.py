@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, get_args
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
+from fewer.privacy import NOISES
 from fewer.runtime.flower import flwr_compat as compat
 from fewer.runtime.handlers import Call, Failure, Hop, Reply
 from fewer.wire import Refused
 from fewer.wire.message import MAX_REASON
 
-MAX_RELEASES, MAX_STEPS = 100, 10**9
+MAX_RELEASES, MAX_STEPS, MIN_RATE = 100, 10**9, 1e-9
 """Bounds of what one answer says about its releases."""
 TYPE = "query.fewer"
 """The Flower type of all messages."""
@@ -82,7 +82,8 @@ def _read_releases(numbers: Any) -> tuple[tuple[float, float, int], ...]:
     """What an answer released about records, from a flat list. Raises ValueError if it is impossible."""
     releases = [(float(rate), float(noise), int(count)) for rate, noise, count in batched(numbers, 3)]
     for rate, noise, count in releases:
-        if not (0 < rate <= 1 and 0 < noise < math.inf and 1 <= count <= MAX_STEPS) or len(releases) > MAX_RELEASES:
+        possible = MIN_RATE <= rate <= 1 and NOISES[0] <= noise <= NOISES[1] and 1 <= count <= MAX_STEPS
+        if not possible or len(releases) > MAX_RELEASES:
             raise ValueError(f"a release with rate {rate}, noise {noise} and count {count}")
     return tuple(releases)
 
