@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from fewer.experiments import pages
-from fewer.experiments.recipes import load_recipe, read_results
+from fewer.experiments.recipes import Cell, load_recipe, read_results
 from fewer.report.style import png
 from fewer.report.tables import plot_recipe
 
@@ -25,7 +25,7 @@ def join_columns(name: str, page: Path) -> list[Path]:
     """
     recipe = load_recipe(name)
     parts = [path for path in page.parent.glob(f"{page.name}-*.json") if _recipe_name(path) == name]
-    found = {}
+    found: dict[tuple[str, str], Cell] = {}
     for path in parts:
         made_with, cells = read_results(json.loads(path.read_text()))
         if made_with != recipe:

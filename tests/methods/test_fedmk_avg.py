@@ -17,7 +17,7 @@ from fewer.learning.aggregate import stack_models
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.methods.condensed import concatenate_images
 from fewer.methods.fedmk import FedMK
-from fewer.methods.fedmk_avg import FedMKAvg, clip_gradients, mix_by_class, mix_pairs
+from fewer.methods.fedmk_avg import FedMKAvg, LRSchedule, clip_gradients, mix_by_class, mix_pairs
 from fewer.models import Task, get_weights
 from fewer.runtime import HandlerRunner, Inline
 from tests.helpers import Interrupt
@@ -255,7 +255,8 @@ def test_the_models_of_round_1_decay_their_learning_rate(tmp_path: Path) -> None
     method, before = FedMKAvg(**QUICK), make_client(tmp_path, 0, 1).initial_weights()
     empty = method.init(make_task(), SEED).empty
     sent = method.condense(make_client(tmp_path / "sent", 0, 1), model=before, shared=empty)
-    for schedule, equal in (("cosine", True), ("constant", False)):
+    schedules: list[tuple[LRSchedule, bool]] = [("cosine", True), ("constant", False)]
+    for schedule, equal in schedules:
         trained = method.fit_model(make_client(tmp_path, 0, 1), before, 3, schedule)
         assert is_same(sent["model"], trained) is equal
 
