@@ -85,7 +85,8 @@ def test_result_and_run_directory(data: ArrayData, tmp_path: Path) -> None:
     assert repr(result).endswith("\n  0 of 3 rounds\n  0 MB up, 0 MB down, 0 s")
     reader = RunReader(tmp_path / "run")
     check(reader, f"RunReader of {tmp_path}/run\n  fedavg on mine, 2 clients\n  finished, 3 of 3 rounds")
-    check(RunReader(tmp_path), f"RunReader of {tmp_path}\n  {tmp_path} is not a run directory: it has no settings.json")
+    missing = f"RunReader of {tmp_path}\n  {tmp_path} is not a run directory: it has no settings.json"
+    check(RunReader(tmp_path), f"{missing}, but its folders are runs; ...")
 
 
 def test_predictions() -> None:
