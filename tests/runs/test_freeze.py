@@ -177,6 +177,18 @@ def test_a_remote_client_keeps_the_features_of_its_own_data_in_its_folder(tmp_pa
         daemon._build_experiment(description["settings"], description["data_info"])
 
 
+def test_a_remote_client_checks_the_frozen_weights_of_an_adapter(tmp_path: Path) -> None:
+    settings = {"data": "digits", "clients": 3, "model": "mlp", "train": "lora:rank=1", "runtime": "flower"}
+    description = _describe_session(build_experiment(parse_settings(settings)), tmp_path, 0)
+    daemon = ClientDaemon(tmp_path / "store", write_client_data(tmp_path))
+    client = daemon._build_experiment(description["settings"], description["data_info"])
+    assert all(name.startswith("head.") or ".parametrizations." in name for name in client.task.initial_weights(0))
+    for wrong in ("0" * 16, ""):
+        description["data_info"]["frozen"] = wrong
+        with pytest.raises(fewer.DataError, match="frozen weights of the model differ"):
+            daemon._build_experiment(description["settings"], description["data_info"])
+
+
 class CountedNet(EncoderHead):
     """A net that counts how often it is built."""
 
