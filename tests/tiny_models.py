@@ -12,9 +12,13 @@ WORDS = ("good", "fine", "bad", "poor", "film", "##s", "the")
 
 
 def save_tiny_text_model(
-    folder: Path, words: tuple[str, ...] = WORDS, width: int = 16, kind: Literal["bert", "gpt2"] = "bert"
+    folder: Path,
+    words: tuple[str, ...] = WORDS,
+    width: int = 16,
+    kind: Literal["bert", "gpt2"] = "bert",
+    ends: bool = True,
 ) -> Path:
-    """Saves a small BERT or GPT-2 and its tokenizer for these words."""
+    """Saves a small BERT or GPT-2 and its tokenizer for these words. `ends` puts tokens around each text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, PreTrainedTokenizerFast
 
@@ -25,7 +29,7 @@ def save_tiny_text_model(
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")]
     )
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token")[: 4 if ends else 2], special, strict=False))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
     torch.manual_seed(0)
     if kind == "gpt2":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from fewer.data import ArrayData
 from fewer.errors import RunError, SettingError
 from fewer.models import EncoderHead, Task, get_weights, load_weights
 from fewer.models.adapters import LowRank, train_only
+from fewer.models.frozen import hash_frozen
+from fewer.wire import decode, encode
 
 HEAD = {"head.weight", "head.bias"}
 
@@ -50,6 +53,16 @@ def test_only_trained_tensors_are_weights(trained: str, names: set[str]) -> None
     assert torch.allclose(net.eval()(x), full.eval()(x), atol=1e-6)  # training starts where it would
 
 
+@pytest.mark.parametrize("trained", ["head", "bias", "norm", r"encoder\.2\.(weight|bias)", "lora:rank=2"])
+def test_batch_statistics_change_only_if_they_are_sent(trained: str) -> None:
+    _, restricted = make_task(trained)
+    net, sent = restricted.net().train(), "encoder.2.running_mean" in restricted.initial_weights(3)
+    layer = net.get_submodule("encoder.2")
+    before = layer.get_buffer("running_mean").clone()
+    net(torch.randn(7, 1, 8, 8))
+    assert torch.equal(layer.get_buffer("running_mean"), before) == (not sent) and sent == (trained == "norm")
+
+
 def test_lora_adds_b_times_a() -> None:
     weight = torch.arange(6.0).view(2, 3)
     low_rank = LowRank(weight, 1)
@@ -70,6 +83,42 @@ def test_methods_train_and_send_the_adapter_only(method: str, digits: ArrayData)
     frozen = result.trained_net.encoder[1].parametrizations.weight.original  # type: ignore[index, union-attr]
     assert torch.equal(frozen, get_weights(net)["encoder.1.weight"])
     assert result.metrics["up"] < fewer.run(method, digits, model=net, **options).metrics["up"]
+
+
+def test_messages_contain_the_adapter_and_the_head_only(digits: ArrayData, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[dict[str, Any]] = []
+
+    def record(*args: Any) -> bytes:
+        blob = encode(*args)
+        messages.append(decode(blob)[1])
+        return blob
+
+    monkeypatch.setattr(fewer.runtime.clients, "encode", record)
+    monkeypatch.setattr(fewer.runtime.handlers, "encode", record)
+    net, options = make_net(), {"local_steps": 3, "cohort": 3}
+    result = fewer.run("fedavg", digits, model=net, train="lora:rank=2", rounds=1, method_options=options)
+    matrices = {f"encoder.{layer}.parametrizations.weight.0.{ab}" for layer in (1, 4) for ab in "ab"}
+    assert all(fields["model"].keys() == HEAD | matrices for fields in messages if "model" in fields)
+    first, answers = messages[0]["model"], [fields for fields in messages if "size" in fields]
+    for name, tensor in result.state.model.items():
+        mean = sum(fields["size"] * fields["model"][name] for fields in answers) / sum(f["size"] for f in answers)
+        assert torch.allclose(tensor, mean, atol=1e-6) and not torch.equal(tensor, first[name])
+    kept, before = dict(result.trained_net.named_buffers()), get_weights(net)
+    frozen = {name.replace("parametrizations.weight.original", "weight"): tensor for name, tensor in kept.items()}
+    assert frozen.keys() == before.keys() - HEAD
+    assert all(torch.equal(tensor, before[name]) for name, tensor in frozen.items())
+
+
+@pytest.mark.parametrize("trained", ["lora:rank=2", "bias", "norm", "head", r"encoder\.4"])
+def test_the_hash_of_frozen_weights_covers_all_that_is_not_sent(trained: str) -> None:
+    task, restricted = make_task(trained)
+    full = task.initial_weights(3)
+    hashes = {hash_frozen(restricted)}
+    for name in full:
+        changed = replace(task, pretrained={**full, name: full[name] + 1})
+        hashes.add(hash_frozen(train_only(changed, trained, 3)))
+    sent = full.keys() & restricted.initial_weights(3).keys()
+    assert len(hashes) == 1 + len(full) - len(sent)
 
 
 class Block(nn.Module):
@@ -171,10 +220,18 @@ def test_a_run_does_not_resume_with_other_frozen_weights(tmp_path: Path) -> None
 
 
 def test_errors_name_the_setting(digits: ArrayData) -> None:
-    with pytest.raises(SettingError, match=r"train = decoder matches no parameter of the model \(it has: encoder"):
-        fewer.run("fedavg", digits, model=make_net(), train="decoder")
-    with pytest.raises(SettingError, match="neither lora:rank=N, bias, norm, head nor a regular expression"):
+    for wrong in ("decoder", "lora:rank=0", "lora:r=4", "LORA"):
+        with pytest.raises(
+            SettingError, match=f"train = {wrong} matches no parameter .*; allowed: lora:rank=N"
+        ) as caught:
+            fewer.run("fedavg", digits, model=make_net(), train=wrong)
+        assert "(it has encoder.1.weight, " in str(caught.value) and "and 3 more;" in str(caught.value)
+    with pytest.raises(
+        SettingError, match=r"train = \( is no regular expression: .* \(allowed: lora:rank=N with N ≥ 1"
+    ):
         fewer.run("fedavg", digits, model=make_net(), train="(")
+    with pytest.raises(SettingError, match="train = norm finds no normalization layer before the head: use head or"):
+        fewer.run("fedavg", digits, model="mlp", train="norm")
     flat = EncoderHead(nn.Flatten(), 64, 10)
     with pytest.raises(SettingError, match="train = lora:rank=2 finds no linear layer before the head: use norm"):
         fewer.run("fedavg", digits, model=flat, train="lora:rank=2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,17 @@ def test_a_text_model_gives_the_features_of_its_own_tokens(tmp_path: Path) -> No
             assert torch.allclose(first.encoder(x)[row], hidden[0], atol=1e-5)
 
 
+def test_a_text_without_tokens_has_finite_features(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = save_tiny_text_model(tmp_path / "tiny", kind="gpt2", ends=False)  # GPT-2 puts no token around a text
+    texts = fewer.data.from_arrays(["", *TEXTS], np.tile([1, 0, 1, 0, 1], 9)[:41], clients=2, max_length=5)
+    net = TransformersNet(str(folder), texts.shape, 2, tokens=texts.tokens).eval()
+    x = torch.tensor([[0, 0], [2, 0]])
+    assert net(x).isfinite().all() and net(x[:1]).isfinite().all()
+    result = fewer.run("fedncm", texts, model=f"hf:{folder}", freeze="encoder", rounds=1)
+    assert result.state.head["head.weight"].isfinite().all()
+
+
 def test_a_text_model_trains_and_its_run_resumes_and_predicts(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = save_tiny_text_model(tmp_path / "tiny")
@@ -120,6 +132,16 @@ def test_errors_of_transformers_models(tmp_path: Path) -> None:
         fewer.run("fedncm", make_texts(), model=f"hf:{tmp_path}/empty")
     with pytest.raises(SettingError, match="pooling must be 'mean' or 'first', got 'last'"):
         fewer.run("fedncm", make_texts(), model=f"hf:{folder}", model_options={"pooling": "last"})
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    pretrained._split_words.cache_clear()
+    with pytest.raises(SettingError, match="the tokenizer of model .* knows no word of the data"):
+        fewer.run("fedncm", make_texts(), model=f"hf:{folder}")
+    save_tiny_vision_model(tmp_path / "images")
+    shutil.copy(tmp_path / "images/model.safetensors", folder)
+    pretrained._load_transformer.cache_clear()
+    with pytest.raises(SettingError, match=r"its file of weights lacks \d+ of 23 tensors"):
+        fewer.run("fedncm", make_texts(), model=f"hf:{folder}")
 
 
 # --- without the libraries ------------------------------------------------------------------------------------
@@ -130,6 +152,17 @@ def test_a_missing_library_names_its_extra(name: str, library: str, monkeypatch:
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(SettingError, match=rf"models of {name} need {library}: pip install 'fewer\[{name}\]'"):
         fewer.run("fedncm", make_images(), model=f"{name}:resnet")
+
+
+def test_timm_without_torchvision_says_what_it_needs_and_what_pip_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(library: str) -> Any:
+        raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+
+    monkeypatch.setattr(pretrained, "import_module", fail)
+    with pytest.raises(
+        SettingError, match=r"\(No module named 'torchvision'\); first install .* or pip replaces torch"
+    ):
+        TimmNet("resnet18", (3, 6, 6), 2)
 
 
 def test_a_source_needs_a_name_and_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +267,16 @@ def test_a_lora_round_of_a_small_bert_sends_two_percent_of_its_bytes(tmp_path: P
     options: dict[str, Any] = {"model": f"hf:{folder}", "rounds": 1, "method_options": {"local_steps": 1}}
     lora = fewer.run("fedavg", data, train="lora:rank=1", **options).metrics
     assert lora["up"] <= 0.02 * fewer.run("fedavg", data, **options).metrics["up"]
+
+
+def test_lora_of_a_transformer_without_linear_layers_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from transformers import ResNetConfig, ResNetModel
+
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic"}
+    ResNetModel(ResNetConfig(image_size=8, **sizes)).save_pretrained(tmp_path / "tiny")
+    with pytest.raises(SettingError, match="train = lora finds no linear layer in ResNetModel: use norm, bias or"):
+        fewer.run("fedavg", make_images(), model=f"hf:{tmp_path}/tiny", train="lora")
 
 
 def test_lora_without_peft_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

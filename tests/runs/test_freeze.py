@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import fewer
-from fewer.data import ArrayData
+from fewer.data import ArrayData, Samples
 from fewer.errors import RunError, SettingError
 from fewer.methods.fedavg import FedAvg
 from fewer.models import EncoderHead
-from fewer.models.frozen import FrozenEncoder, HeadBuilder, HeadNet
+from fewer.models.frozen import PROBES, FrozenEncoder, HeadBuilder, HeadNet
 from fewer.runs.experiment import build_experiment, parse_settings, warn_once
 from fewer.runs.inference import predict
 from fewer.runs.machines import ClientDaemon, _describe_session
@@ -75,17 +75,45 @@ def test_only_the_head_is_trained_and_sent_as_if_the_data_were_features(digits: 
 
 
 def test_features_are_computed_once_for_all_runs_and_partitions(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, counts = FrozenEncoder.encode, []
+
+    def count(encoder: FrozenEncoder, samples: Samples) -> torch.Tensor:
+        counts.append(len(samples.x))
+        return encode(encoder, samples)
+
+    monkeypatch.setattr(FrozenEncoder, "encode", count)
     first = run()
-    assert len(list(cache.glob("features-*.lock"))) == 2  # training and test samples
-    monkeypatch.setattr(FrozenEncoder, "encode", None)
+    assert len(list(cache.glob("features-*.lock"))) == 2 and max(counts) > PROBES  # training and test samples
+    counts.clear()
     assert run().history[-1]["accuracy"] == first.accuracy
-    assert run(data_seed=5).history  # another partition
-    monkeypatch.undo()
-    monkeypatch.setenv("FEWER_CACHE", str(cache))
+    assert run(data_seed=5).history and max(counts) <= PROBES  # another partition
     run(net=make_net(1))  # other weights
     assert len(list(cache.glob("features-*.lock"))) == 4
     run(data_options={"normalization": [0.5, 0.5]})  # another preprocessing
     assert len(list(cache.glob("features-*.lock"))) == 6
+
+
+class Scaled(nn.Module):
+    """An encoder with a setting that neither its weights nor its description show."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1) ** self.factor
+
+
+def test_features_of_an_encoder_with_other_code_are_not_taken_from_the_cache() -> None:
+    def fit(factor: float) -> torch.Tensor:
+        pixels = {"normalization": [0.0, 1.0]}
+        net = EncoderHead(Scaled(factor), 64, 10)
+        result = fewer.run("fedncm", "digits", model=net, clients=2, freeze="encoder", rounds=1, data_options=pixels)
+        head: torch.Tensor = result.state.head["head.weight"]
+        return head
+
+    first = fit(1.0)
+    assert torch.equal(fit(1.0), first) and not torch.allclose(fit(3.0), first, atol=0.01)
 
 
 def test_the_model_of_a_run_takes_raw_inputs(tmp_path: Path, digits: ArrayData) -> None:
@@ -147,6 +175,18 @@ def test_a_remote_client_keeps_the_features_of_its_own_data_in_its_folder(tmp_pa
     description["data_info"]["frozen"] = "0" * 16
     with pytest.raises(fewer.DataError, match="frozen weights of the model differ"):
         daemon._build_experiment(description["settings"], description["data_info"])
+
+
+def test_a_remote_client_checks_the_frozen_weights_of_an_adapter(tmp_path: Path) -> None:
+    settings = {"data": "digits", "clients": 3, "model": "mlp", "train": "lora:rank=1", "runtime": "flower"}
+    description = _describe_session(build_experiment(parse_settings(settings)), tmp_path, 0)
+    daemon = ClientDaemon(tmp_path / "store", write_client_data(tmp_path))
+    client = daemon._build_experiment(description["settings"], description["data_info"])
+    assert all(name.startswith("head.") or ".parametrizations." in name for name in client.task.initial_weights(0))
+    for wrong in ("0" * 16, ""):
+        description["data_info"]["frozen"] = wrong
+        with pytest.raises(fewer.DataError, match="frozen weights of the model differ"):
+            daemon._build_experiment(description["settings"], description["data_info"])
 
 
 class CountedNet(EncoderHead):

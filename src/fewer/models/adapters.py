@@ -26,6 +26,10 @@ from fewer.models.weights import Weights, get_weights, load_weights, norm_weight
 
 LORA = re.compile(r"lora(?::rank=([1-9]\d*))?")
 DEFAULT_RANK = 8
+PARTS = {"bias": "bias", "norm": "normalization layer"}
+"""What `train` may name besides LoRA and the head."""
+OTHER_PARTS = "a regular expression of parameter names"
+ALLOWED = f"lora:rank=N with N ≥ 1, bias, norm, head, or {OTHER_PARTS}"
 MATRICES: dict[type[nn.Module], str] = {nn.Linear: "weight", nn.MultiheadAttention: "in_proj_weight"}
 """The weight matrix of a layer that LoRA changes. Queries, keys and values share one in torch's attention."""
 
@@ -53,13 +57,20 @@ def train_only(task: Task, trained: str, seed: int) -> Task:
     build_net = partial(_build, task.build_net, trained, full)
     net = build_net()
     if not any(parameter.requires_grad for parameter in net.parameters()):
-        names = ", ".join(name for name, _ in task.net().named_parameters())
-        raise SettingError(f"train = {trained} matches no parameter of the model (it has: {names})")
-    if LORA.fullmatch(trained) and all(name.startswith(HEAD) for name in net.state_dict()):
-        advice = "use norm, bias or a regular expression"
-        raise SettingError(f"train = {trained} finds no linear layer before the head: {advice}")
+        raise SettingError(f"train = {trained} matches no parameter of the model ({_describe_parameters(task.net())})")
+    part = "linear layer" if LORA.fullmatch(trained) else PARTS.get(trained)
+    if part and all(name.startswith(HEAD) for name in net.state_dict()):
+        advice = "norm, bias" if LORA.fullmatch(trained) else "head"
+        raise SettingError(f"train = {trained} finds no {part} before the head: use {advice} or {OTHER_PARTS}")
     initial = None if task.pretrained is None else get_weights(net)
     return replace(task, build_net=build_net, pretrained=initial, partial=True)
+
+
+def _describe_parameters(net: nn.Module, shown: int = 5) -> str:
+    """The first names of a net's parameters, and all values of `train`."""
+    names = [name for name, _ in net.named_parameters()]
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"it has {', '.join(names[:shown])}{more}; allowed: {ALLOWED}"
 
 
 def _build(build_net: Callable[[], nn.Module], trained: str, full: Weights) -> nn.Module:
@@ -81,7 +92,7 @@ def _build(build_net: Callable[[], nn.Module], trained: str, full: Weights) -> n
         ]
         for name in frozen:
             _to_buffer(module, name)
-        if frozen and isinstance(module, nn.modules.batchnorm._BatchNorm) and len(frozen) == len(tensors):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and "running_mean" in frozen:
             module.eval().train = lambda mode=True, module=module: module  # type: ignore[method-assign, misc]
         matrix = next((name for kind, name in MATRICES.items() if isinstance(module, kind)), "")
         if rank and matrix in frozen and ".base_layer" not in prefix:
@@ -99,7 +110,11 @@ def _add_peft_lora(net: nn.Module, rank: int) -> set[str]:
         config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns about each transposed layer, which it handles
-            peft.inject_adapter_in_model(config, model)
+            try:
+                peft.inject_adapter_in_model(config, model)
+            except ValueError as error:
+                problem = f"train = lora finds no linear layer in {type(model).__name__}"
+                raise SettingError(f"{problem}: use norm, bias or {OTHER_PARTS}") from error
     return {name for name in net.state_dict() if ".lora_" in name} if models else set()
 
 
@@ -123,5 +138,5 @@ def _trained_names(net: nn.Module, trained: str) -> set[str]:
     try:
         return {name for name in names if re.search(trained, name)}
     except re.error as error:
-        problem = f"train = {trained} is neither lora:rank=N, bias, norm, head nor a regular expression"
-        raise SettingError(f"{problem}: {error}") from error
+        problem = f"train = {trained} is no regular expression: {error}"
+        raise SettingError(f"{problem} (allowed: {ALLOWED})") from error

@@ -27,6 +27,8 @@ MAX_PARTS = 8
 """Tokens of the model that one word may have; the others are cut off."""
 PADDING = "<pad>"
 """The first token of the vocabulary of a text."""
+CAUTIONS = {"timm": "; first install the torchvision that fits your torch, or pip replaces torch"}
+"""What to know before an extra is installed."""
 
 
 @MODEL_SOURCES.register("timm")
@@ -132,7 +134,7 @@ class PooledEncoder(nn.Module):
         if self.pooling == "first":
             return hidden[:, 0]
         weights = mask.unsqueeze(2).to(hidden.dtype)
-        mean: Tensor = (hidden * weights).sum(1) / weights.sum(1)
+        mean: Tensor = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)  # a text may have no token
         return mean
 
 
@@ -156,7 +158,8 @@ class SplitWords(nn.Module):
         """Token ids and a mask, as wide as the longest text."""
         tokens = self.table[x].flatten(1)
         is_token = tokens >= 0
-        length = min(int(is_token.sum(1).max()), self.max_length - len(self.start) - len(self.end))
+        longest = max(1, int(is_token.sum(1).max()))  # models reject texts without tokens
+        length = min(longest, self.max_length - len(self.start) - len(self.end))
         order = (~is_token).to(torch.int8).argsort(dim=1, stable=True)[:, :length]  # padding goes to the end
         tokens, is_token = tokens.gather(1, order), is_token.gather(1, order)
         rows = len(x)
@@ -179,9 +182,14 @@ def _load_transformer(source: str, download: bool) -> Any:
     try:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
-            net = transformers.AutoModel.from_pretrained(source, trust_remote_code=False, **options)
+            net, loading = transformers.AutoModel.from_pretrained(
+                source, trust_remote_code=False, output_loading_info=True, **options
+            )
     except Exception as error:  # no such file, no network, a damaged file, an unknown kind of model …
         raise _missing_model(source, download, error) from error
+    missing, tensors = len(loading["missing_keys"]), len(net.state_dict())
+    if 2 * missing > tensors:
+        raise SettingError(f"cannot load model hf:{source}: its file of weights lacks {missing} of {tensors} tensors")
     if _has_weights(getattr(net, "pooler", None)):
         net.pooler = None  # its outputs are not used
     return net.float().eval()
@@ -225,6 +233,9 @@ def _split_words(source: str, download: bool, words: tuple[str, ...]) -> tuple[T
     spaced = [f" {word}" if word[0].isalnum() else word for word in words[2:]]
     parts = tokenizer(spaced, add_special_tokens=False)["input_ids"] if spaced else []
     unknown = [] if tokenizer.unk_token_id is None else [tokenizer.unk_token_id]
+    if parts and all(token in unknown for row in parts for token in row):
+        problem = f"the tokenizer of model hf:{source} knows no word of the data"
+        raise SettingError(f"{problem}: use one for its language, and check that the tokenizer is saved with the model")
     rows = [[], unknown, *parts]
     width = min(MAX_PARTS, max(1, *map(len, rows)))
     table = torch.tensor([[*row[:width], *[-1] * (width - len(row[:width]))] for row in rows])
@@ -263,7 +274,7 @@ def import_extra(library: str, extra: str) -> Any:
         missing = f"pip install 'fewer[{extra}]'"
         problem = f"models of {extra} need {library}: {missing}"
         reason = "" if (getattr(error, "name", None) or library) == library else f" ({error})"
-        raise SettingError(problem + reason) from error
+        raise SettingError(problem + reason + CAUTIONS.get(extra, "")) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -63,6 +63,26 @@ def test_images_are_decoded_and_resized(tmp_path: Path, datasets: Any) -> None:
     assert np.asarray(read(f"hf:{tmp_path}/saved", size=2, gray=True).x).shape == (2, 2, 2)
 
 
+def test_samples_without_a_client_or_an_image_are_named(tmp_path: Path, datasets: Any) -> None:
+    datasets.Dataset.from_dict({**ROWS, "who": ["a", None, "b", "b"]}).save_to_disk(tmp_path / "texts")
+    with pytest.raises(DataError, match="texts, sample 1 has no 'who', which names its client"):
+        read(f"hf:{tmp_path}/texts", client="who")
+    features = datasets.Features({"picture": datasets.Image(), "label": datasets.Value("int64")})
+    datasets.Dataset.from_dict({"picture": [None], "label": [0]}, features).save_to_disk(tmp_path / "images")
+    with pytest.raises(DataError, match="images, sample 0 has no image"):
+        read(f"hf:{tmp_path}/images")
+
+
+def test_a_test_set_without_labels_gives_way_to_the_validation_set(tmp_path: Path, datasets: Any) -> None:
+    unlabeled, validation = {**ROWS, "label": [-1] * 4}, {key: values[:1] for key, values in ROWS.items()}
+    splits = {"train": ROWS, "test": unlabeled, "validation": validation}
+    names = datasets.ClassLabel(names=["number", "color"])
+    parts = {name: datasets.Dataset.from_dict(rows).cast_column("label", names) for name, rows in splits.items()}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    raw = read(f"hf:{tmp_path}/saved")
+    assert raw.test is not None and raw.test[0] == ["one fish"] and raw.test[1].tolist() == [0]
+
+
 def test_a_parquet_file_is_read_by_the_names_of_its_columns(tmp_path: Path, datasets: Any) -> None:
     file = tmp_path / "rows.parquet"
     datasets.Dataset.from_dict({"words": ROWS["text"], "topic": ["n", "n", "c", "c"]}).to_parquet(file)

@@ -19,7 +19,7 @@ from fewer.registry import FORMATS
 FILES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
 """The builder of `datasets` for files with this ending."""
 TEST_SPLITS = ("test", "validation", "valid")
-"""Splits that become the test set; the first that exists."""
+"""Splits that become the test set; the first that exists and has labels."""
 
 
 @FORMATS.register("hf")
@@ -44,7 +44,8 @@ def read_hf(
         raise SettingError(f"text = {text} and image = {image}: choose one")
     splits = _load_splits(path, config, download)
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
-    test = next((splits[name] for name in TEST_SPLITS if name in splits and splits[name] is not train), None)
+    others = [splits[name] for name in TEST_SPLITS if name in splits and splits[name] is not train]
+    test = next((part for part in others if _has_labels(part, label)), None)
     image = image or (None if text else _find_image_column(train))
     columns = {"image": image, "text": None if image else text or "text", "client": client}
     if schema is None or label in train.column_names:
@@ -59,7 +60,12 @@ def read_hf(
     count = len(parts[0][1])
     held_out = None if test is None else (parts[1][0], y[count:])
     return RawDataset(
-        parts[0][0], y[:count], held_out, _owners(train, client), _owners(test, client), class_names=class_names
+        parts[0][0],
+        y[:count],
+        held_out,
+        _owners(train, client, path),
+        _owners(test, client, path),
+        class_names=class_names,
     )
 
 
@@ -97,8 +103,18 @@ def _column(part: Any, name: str | None) -> list[Any]:
     return [] if name is None else list(part[name])
 
 
-def _owners(part: Any, client: str | None) -> Array | None:
-    return None if part is None or client is None else np.array(list(map(str, part[client])))
+def _has_labels(part: Any, label: str) -> bool:
+    """False if all labels are -1 or absent, as in the test sets of competitions."""
+    return label not in part.column_names or any(value not in (-1, None) for value in part[label])
+
+
+def _owners(part: Any, client: str | None, path: Path) -> Array | None:
+    if part is None or client is None:
+        return None
+    owners = list(part[client])
+    if None in owners:
+        raise DataError(f"{path}, sample {owners.index(None)} has no '{client}', which names its client")
+    return np.array(list(map(str, owners)))
 
 
 def _read_inputs(part: Any, columns: Mapping[str, str | None], size: int, gray: bool, path: Path) -> Inputs:
@@ -113,8 +129,10 @@ def _read_inputs(part: Any, columns: Mapping[str, str | None], size: int, gray: 
     return np.stack(images)
 
 
-def _decode(value: Mapping[str, Any], where: str, size: int, gray: bool) -> Array:
+def _decode(value: Mapping[str, Any] | None, where: str, size: int, gray: bool) -> Array:
     """The pixels of an encoded image, or of the file that it names."""
+    if value is None:
+        raise DataError(f"{where} has no image")
     file = BytesIO(value["bytes"]) if value.get("bytes") else Path(value["path"])
     pixels, _ = decode_image(file, where, size, "L" if gray else "RGB", "BILINEAR")
     return pixels if gray else np.moveaxis(pixels, -1, 0)
