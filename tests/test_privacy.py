@@ -380,6 +380,7 @@ def test_all_data_of_a_client_moves_a_model_by_at_most_the_sensitivity(
 ) -> None:
     """Whole runs almost without noise. Client 2 has half of its samples, with wrong labels, in one of them."""
     load, settings = fewer.data.ArrayData.client, {**SETTINGS, "cohort": 6, "rounds": 1}
+    dp = "user:clip=0.01,noise=0.000001,public_noise"
 
     def replaced(data: fewer.data.ArrayData, client: int) -> Any:
         samples = load(data, client)
@@ -387,7 +388,8 @@ def test_all_data_of_a_client_moves_a_model_by_at_most_the_sensitivity(
         return samples._replace(train=half) if client == 2 else samples
 
     def train() -> dict[str, torch.Tensor]:
-        return fewer.run(method, **settings, dp="user:clip=0.01,noise=0.000001,public_noise").state.model
+        model: dict[str, torch.Tensor] = fewer.run(method, **settings, dp=dp).state.model
+        return model
 
     before = train()
     monkeypatch.setattr(fewer.data.ArrayData, "client", replaced)
