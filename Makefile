@@ -33,7 +33,7 @@ test: .venv/.installed         ## run the tests
 test-cluster: .venv/.installed ## all tests between machines, with every fault and every method
 	$(BIN)/pytest -n 0 -m 'cluster or not cluster' tests/machines tests/runtime/flower
 
-test-faults: .venv/.installed  ## fill the disk at every write of every method (hours)
+test-faults: .venv/.installed  ## fill the disk at every write of every method, or kill the run (hours)
 	$(BIN)/pytest -n 2 -m faults --timeout 3600
 
 coverage: .venv/.installed     ## run the tests and report the covered lines of src/fewer; less than 95 % is an error

@@ -86,6 +86,9 @@ def test_sampling_rounds_and_noise_change_epsilon_as_they_should() -> None:
         (256 / 60_000, 1.12, 60 * 60_000 // 256, 2.92),  # TensorFlow Privacy, tutorials/README.md, MNIST
         (256 / 60_000, 0.6, 30 * 60_000 // 256, 9.74),
         (256 / 60_000, 1.2, 10 * 60_000 // 256, 1.20),
+        (256 / 60_000, 1.3, 15 * 60_000 // 256, 1.19),  # the same table in 2019
+        (256 / 60_000, 1.1, 60 * 60_000 // 256, 3.01),
+        (256 / 60_000, 0.7, 45 * 60_000 // 256, 7.10),
     ],
 )
 def test_sampled_records_cost_what_was_published(rate: float, noise: float, steps: int, published: float) -> None:
@@ -95,6 +98,39 @@ def test_sampled_records_cost_what_was_published(rate: float, noise: float, step
     assert classic == pytest.approx(published, rel=0.005)
     ours = privacy.compute_record_epsilon(((RecordRelease(rate, noise), steps),), 1e-5)
     assert 0.75 * published < ours < published
+
+
+@pytest.mark.parametrize(("asked", "clients", "noise", "rounds"), [(10, 1000, 2.0, 1000), (100, 1000, 4.0, 100)])
+def test_drawn_cohorts_cost_what_was_published(asked: int, clients: int, noise: float, rounds: int) -> None:
+    """The bound of Wang, Balle, Kasiviswanathan 2019, Theorem 9, written out. The sensitivity is 2 C."""
+    rate = asked / clients
+
+    def divergence(order: int) -> float:
+        return order / (2 * (noise / 2) ** 2)
+
+    def sampled(order: int) -> float:
+        first = min(4 * math.expm1(divergence(2)), 2 * math.exp(divergence(2)))
+        terms = [rate**2 * math.comb(order, 2) * first]
+        terms += [rate**j * math.comb(order, j) * 2 * math.exp((j - 1) * divergence(j)) for j in range(3, order + 1)]
+        return math.log1p(sum(terms)) / (order - 1)
+
+    published = min(rounds * sampled(order) + math.log(1e5) / (order - 1) for order in range(2, 33))
+    ours = compute_epsilon(((Release(asked, clients, noise), rounds),), 1e-5)
+    assert 0.75 * published < ours < published
+
+
+@pytest.mark.parametrize(("rate", "noise"), [(0.1, 1.0), (0.5, 2.0), (0.01, 0.5)])
+def test_a_drawn_cohort_costs_at_least_what_the_worst_pair_of_changes_costs(rate: float, noise: float) -> None:
+    """A client sends C or −C if it is drawn. δ follows from both densities: it is at most 1e-5 at the ε printed."""
+    epsilon = compute_epsilon(((Release(round(1000 * rate), 1000, noise), 1),), 1e-5)
+    x = torch.linspace(-40, 40, 400_001, dtype=torch.float64)
+
+    def density(change: float) -> torch.Tensor:
+        normal = [torch.exp(-((x - center) ** 2) / (2 * noise**2)) for center in (0.0, change)]
+        return ((1 - rate) * normal[0] + rate * normal[1]) / (noise * math.sqrt(2 * math.pi))
+
+    delta = torch.trapezoid((density(1.0) - math.exp(epsilon) * density(-1.0)).clamp(min=0), x).item()
+    assert 0 < delta <= 1e-5
 
 
 def test_sampling_rates_are_rounded_up_a_little() -> None:
@@ -334,6 +370,33 @@ def test_a_target_epsilon_is_kept() -> None:
 def test_a_method_that_is_not_covered_says_why(method: str, reason: str) -> None:
     with pytest.raises(SettingError, match=f"dp does not cover this method.*{reason}"):
         fewer.run(method, **SETTINGS, dp="user:noise=1")
+
+
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fedprox", "feddyn", "scaffold", "fedrep", "fedrod", "ditto", "lg-fedavg"]
+)
+def test_all_data_of_a_client_moves_a_model_by_at_most_the_sensitivity(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole runs almost without noise. Client 2 has half of its samples, with wrong labels, in one of them."""
+    load, settings = fewer.data.ArrayData.client, {**SETTINGS, "cohort": 6, "rounds": 1}
+    dp = "user:clip=0.01,noise=0.000001,public_noise"
+
+    def replaced(data: fewer.data.ArrayData, client: int) -> Any:
+        samples = load(data, client)
+        half = samples.train.select(torch.arange(len(samples.train) // 2)).flip_labels(data.classes)
+        return samples._replace(train=half) if client == 2 else samples
+
+    def train() -> dict[str, torch.Tensor]:
+        model: dict[str, torch.Tensor] = fewer.run(method, **settings, dp=dp).state.model
+        return model
+
+    before = train()
+    monkeypatch.setattr(fewer.data.ArrayData, "client", replaced)
+    after = train()
+    distance = math.sqrt(sum(float((before[name] - after[name]).double().square().sum()) for name in before))
+    factor = 2 if method == "feddyn" else 1  # its server adds h, which follows from the same sum
+    assert 0 < distance <= factor * 1.01 * 2 * 0.01 / 6
 
 
 def test_several_sums_in_a_round_need_noise(monkeypatch: pytest.MonkeyPatch) -> None:

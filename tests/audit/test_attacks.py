@@ -168,3 +168,13 @@ def test_class_means_are_inverted(tmp_path: Path) -> None:
     assert means["client"] == findings["clients"][0] and means["mismatch"] < 0.3 and means["means"] > 1
     assert "restored from class means" in result.stdout and "Class means give" in result.stdout
     assert (tmp_path / "run/audit/prototypes.png").exists()
+
+
+def test_class_logits_are_inverted(tmp_path: Path) -> None:
+    call("run", "feddistill", *DIGITS, "--model", "mlp", "--rounds", "1", "--no-report", "--out", tmp_path / "run")
+    result = call("audit", tmp_path / "run", "--steps", "40", "--starts", "1", "--clients", "2")
+    findings = json.loads((tmp_path / "run/audit/audit.json").read_text())
+    logits = findings["metrics"]["logits"]
+    assert logits["client"] == findings["clients"][0] and logits["mismatch"] < 0.3 and logits["means"] > 1
+    assert "restored from class logits" in result.stdout and "Class logits give" in result.stdout
+    assert (tmp_path / "run/audit/logits.png").exists()

@@ -69,3 +69,6 @@ def test_verdicts_on_class_means() -> None:
         audit = make_audit(prototypes={"psnr": restored, "psnr_of_lookalike": 20.0})
         assert verdicts(audit) == [f"Class means {away}: {restored:.1f} dB, where a look-alike has 20.0 dB."]
         assert summary_rows(audit) == [("restored from class means", f"{restored:.1f} dB", "20.0 dB: a look-alike")]
+    audit = make_audit(logits={"psnr": 19.0, "psnr_of_lookalike": 20.0})
+    assert verdicts(audit) == ["Class logits give no real image away: 19.0 dB, where a look-alike has 20.0 dB."]
+    assert summary_rows(audit) == [("restored from class logits", "19.0 dB", "20.0 dB: a look-alike")]

@@ -141,3 +141,8 @@ def test_every_few_shot_row_searches_all_values_of_its_grids() -> None:
         start = {option: float(getattr(method, option)) for option in search_space}
         coordinate_search(lambda point, seen=seen: seen.append(point) or 0.0, search_space, start, plan.trials)  # type: ignore[misc]
         assert all({point[option] for point in seen} >= set(grid) for option, grid in search_space.items()), method.name
+
+
+def test_rows_without_a_guarantee_cannot_lead_the_privacy_table() -> None:
+    rows = load_recipe("privacy/mnist").row
+    assert [row.name for row in rows if row.reference] == [row.name for row in rows if "dp" not in row.settings]

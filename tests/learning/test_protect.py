@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fewer
 from fewer.data import Samples
-from fewer.errors import SettingError
+from fewer.errors import QuorumLost, SettingError
 from fewer.learning import sgd
 from fewer.learning.protect import (
     ProtectedBatches,
@@ -235,6 +235,15 @@ def test_a_client_declines_when_its_budget_is_spent() -> None:
 def test_prototypes_are_covered(dp: str) -> None:
     result = fewer.run("fedncm", **{**SETTINGS, "rounds": 1}, dp=f"{dp},public_noise")
     assert result.accuracy > 0.5 and result.history[-1]["epsilon"] > 0
+
+
+def test_clipping_alone_loses_no_prototype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client's contribution is clipped to length 0.01, the 1 for each class with it."""
+    result = fewer.run("fedncm", **{**SETTINGS, "rounds": 1}, dp="user:clip=0.01,noise=0.00001,public_noise")
+    assert result.accuracy > 0.5
+    monkeypatch.setattr("fewer.methods.private_prototypes.DEVIATIONS", 100.0)
+    with pytest.raises(QuorumLost, match="no class has more samples than the noise; use a larger epsilon"):
+        fewer.run("fedncm", **{**SETTINGS, "rounds": 1}, dp="user:noise=1,public_noise")
 
 
 def test_one_release_costs_what_its_noise_says() -> None:

@@ -1,9 +1,13 @@
-"""A full disk stops a run with one line. With space again, the run resumes to the same result, bit for bit."""
+"""A full disk stops a run with one line. With space again, the run resumes to the same result, bit for bit.
+
+So does a run that is killed at a write.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -22,22 +26,27 @@ MESSAGE = r"cannot be written: No space left on device\. The last checkpoint is 
 
 
 class FullDisk:
-    """From the `full_from`-th write step on, all writes fail: opening a file, a line of a log, and an fsync."""
+    """From the `full_from`-th write step on, all writes fail: opening a file, a line of a log, and an fsync.
 
-    def __init__(self, full_from: int) -> None:
-        self.full_from = full_from
+    With `kills`, this step kills the process.
+    """
+
+    def __init__(self, full_from: int, kills: bool) -> None:
+        self.full_from, self.kills = full_from, kills
         self.steps = 0
 
     def count(self) -> None:
         self.steps += 1
         if self.steps >= self.full_from:
+            if self.kills:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @contextmanager
-def full_disk(full_from: int = 10**9) -> Iterator[FullDisk]:
+def full_disk(full_from: int = 10**9, kills: bool = False) -> Iterator[FullDisk]:
     """Counts the write steps of this process, and of processes that it forks; each counts on its own."""
-    disk, opened = FullDisk(full_from), Path.open
+    disk, opened = FullDisk(full_from, kills), Path.open
 
     class Log(FileIO):
         def write(self, data: Any) -> int:
@@ -104,6 +113,43 @@ def test_a_run_resumes_after_a_full_disk(method: str, stride: int, tmp_path: Pat
 @pytest.mark.parametrize("method", sorted({*names()} - {"frl-deploy"}))
 def test_every_method_resumes_after_a_full_disk_at_any_write(method: str, runtime: str, tmp_path: Path) -> None:
     check_full_disks(method, tmp_path, runtime=runtime)
+
+
+@pytest.mark.parametrize("dp", ["user:noise=1", "record:noise=1"])
+def test_a_private_run_resumes_after_a_full_disk(dp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its noise and its ε are those of an unbroken run."""
+    pytest.importorskip("dp_accounting", reason="the accountant is not installed (pip install 'fewer[dp]')")
+    monkeypatch.setattr("secrets.token_bytes", lambda count: b"s" * count)
+    assert check_full_disks("fedavg", tmp_path, 11, dp=dp) > 2
+
+
+def check_kills(method: str, folder: Path, stride: int = 1) -> int:
+    """Kills a run at every `stride`-th write step, and resumes it. Returns how often it resumed."""
+    settings, resumed = settings_of(method), 0
+    with full_disk() as disk:
+        fewer.run(method, out=folder / "unbroken", **settings)
+    for step in range(1, disk.steps + 1, stride):
+        path = folder / str(step)
+        if not (process := os.fork()):
+            with full_disk(step, kills=True):
+                fewer.run(method, out=path, **settings)
+            os._exit(0)
+        assert os.waitpid(process, 0)[1] == signal.SIGKILL
+        if (path / "settings.json").exists():
+            fewer.resume(path)
+            assert contents(path) == contents(folder / "unbroken"), f"{method}: killed at step {step} of {disk.steps}"
+            resumed += 1
+    return resumed
+
+
+def test_a_run_resumes_after_a_kill(tmp_path: Path) -> None:
+    assert check_kills("fedavg", tmp_path, stride=7) > 3
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "fedmk", "metafed"])
+def test_a_run_resumes_after_a_kill_at_any_write(method: str, tmp_path: Path) -> None:
+    assert check_kills(method, tmp_path) > 20
 
 
 @pytest.mark.parametrize("method", ["metafed", "local"])

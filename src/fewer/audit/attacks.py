@@ -21,7 +21,7 @@ from fewer.audit.leakage import compute_gradients, invert_features, psnr, restor
 from fewer.audit.membership import DELTA, estimate_proportion, loss_gaps, losses, membership
 from fewer.data import Data
 from fewer.errors import FewerError, RunError, SettingError
-from fewer.methods.capabilities import HasSyntheticData, SendsStatistics
+from fewer.methods.capabilities import HasSyntheticData, SendsLogits, SendsStatistics
 from fewer.models import load_weights
 from fewer.models.split import split_net
 from fewer.runs.reader import RunReader
@@ -123,6 +123,9 @@ def audit(
     if attacked.sent_means:
         metrics["prototypes"], shown = attacked.invert_means(steps, starts)
         images.append(shown)
+    if attacked.sent_logits:
+        metrics["logits"], shown = attacked.invert_logits(steps, starts)
+        images.append(shown)
     claimed = {name: result.metrics[name] for name in ("epsilon", "delta") if name in result.metrics}
     if claimed:
         metrics["claimed"] = claimed
@@ -179,6 +182,11 @@ class _AttackedRun:
         if "means" in sent_statistics:
             self.sent_means = sent_statistics["classes"], sent_statistics["means"].float()
         """Classes and mean features that the first attacked client sends, if its samples are images."""
+        logits: dict[int, Samples] = {}
+        if isinstance(result.method, SendsLogits) and self.nets and self.has_images:
+            logits = result.method.sent_logits(result.state)
+        self.sent_logits = {client: logits[client] for client in self.clients if client in logits}
+        """Classes and mean logits that attacked clients sent last, if their samples are images."""
 
     def stream(self, purpose: str) -> torch.Generator:
         return stream(self.result.settings.seed, "audit", purpose)
@@ -319,18 +327,28 @@ class _AttackedRun:
             )
         return metrics, AttackImages("leakage", "Deep leakage from gradients", caption, [Block(rows)], self.limits)
 
-    # --- class means ---
+    # --- class means of features and logits ---
 
     def invert_means(self, steps: int, starts: int) -> tuple[dict[str, Any], AttackImages]:
         """Restores an image from each class mean that a client sends, and compares it with the client's images."""
         assert self.sent_means
-        result, client = self.result, self.clients[0]
-        classes, means = (part[:COLUMNS] for part in self.sent_means)
-        x, y = (result.data.raw or result.data).client(client).train.all()
-        encoder = result.task.encoder or split_net(self.nets["first"])[0]
+        encoder = self.result.task.encoder or split_net(self.nets["first"])[0]
+        return self._invert(encoder, self.clients[0], self.sent_means, "prototypes", "class means", steps, starts)
+
+    def invert_logits(self, steps: int, starts: int) -> tuple[dict[str, Any], AttackImages]:
+        """Restores an image from the mean logits of each class that a client sent, under the global model."""
+        client, sent = next(iter(self.sent_logits.items()))
+        return self._invert(self.nets["trained"], client, sent, "logits", "class logits", steps, starts)
+
+    def _invert(
+        self, net: nn.Module, client: int, sent: Samples, name: str, what: str, steps: int, starts: int
+    ) -> tuple[dict[str, Any], AttackImages]:
+        classes, targets = (part[:COLUMNS] for part in sent)
+        data = self.result.data.raw or self.result.data
+        x, y = data.client(client).train.all()
         draw = self.stream("inverting")
-        images, mismatch = invert_features(encoder.eval(), means, x, draw, steps=steps, starts=starts)
-        low, high = value_range((result.data.raw or result.data).test)
+        images, mismatch = invert_features(net.eval(), targets, x, draw, steps=steps, starts=starts)
+        low, high = value_range(data.test)
         restored, lookalike, originals = [], [], []
         for image, label in zip(images, classes.tolist(), strict=True):
             real = x[y == label]
@@ -342,10 +360,10 @@ class _AttackedRun:
             lookalike.append(float(psnr(other[None], original[None], high - low)))
         metrics = {"client": client, "means": len(images), "mismatch": float(mismatch.mean())}
         metrics |= {"psnr": statistics.fmean(restored), "psnr_of_lookalike": statistics.fmean(lookalike)}
-        rows = {f"client {client}: from its class means": images, "nearest real": torch.stack(originals)}
-        caption = f"Images with the mean features that client {client} sends for each class, and its nearest images."
-        title = "Images restored from class means"
-        return metrics, AttackImages("prototypes", title, caption, [Block(rows)], (low, high))
+        rows = {f"client {client}: from its {what}": images, "nearest real": torch.stack(originals)}
+        kind = "features" if name == "prototypes" else name
+        caption = f"Images with the mean {kind} that client {client} sends for each class, and its nearest images."
+        return metrics, AttackImages(name, f"Images restored from {what}", caption, [Block(rows)], (low, high))
 
     # --- membership ---
 

@@ -14,6 +14,8 @@ Departures:
 - The attack keeps the best match of several random starts.
 - Class means are inverted by the same search: an image is optimized until its features match the mean (Mahendran,
   Vedaldi: Understanding Deep Image Representations by Inverting Them, CVPR 2015).
+- Mean logits of a class are inverted in the same way, under the global model. Takahashi, Liu, Liu: Breaching FedMD,
+  CVPR 2023, invert pairs of a client's and the server's logits on one public sample. No method here sends those.
 """
 
 from __future__ import annotations

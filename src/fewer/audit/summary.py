@@ -17,6 +17,8 @@ ATTACKS = {
 }
 SHORT = {"loss": "the loss", "variants": "the loss against transformed images", "distance": "the distance to D̂"}
 SHORT["canaries"] = "canaries"
+INVERTED = {"prototypes": "class means", "logits": "class logits"}
+"""What clients send by class and an attack inverts, by the name of its metrics."""
 MEANING = (
     "D̂ is the synthetic data. Its distance to the nearest real image of the same class and client is divided by the "
     "median distance between a real image and its nearest neighbor. The nearest neighbor is searched among training "
@@ -38,7 +40,7 @@ def summary_rows(audit: Audit) -> list[Sequence[str]]:
     return [
         *_copy_rows(metrics.get("copies", {})),
         *_leakage_rows(metrics.get("leakage", {})),
-        *_prototype_rows(metrics.get("prototypes", {})),
+        *_inversion_rows(metrics),
         *_membership_rows(metrics["membership"]),
         *_epsilon_rows(metrics),
     ]
@@ -50,7 +52,7 @@ def verdicts(audit: Audit) -> list[str]:
     return [
         *_copy_verdicts(metrics.get("copies", {})),
         *_leakage_verdicts(metrics.get("leakage", {})),
-        *_prototype_verdicts(metrics.get("prototypes", {})),
+        *_inversion_verdicts(metrics),
         *(_membership_verdict(SHORT[name], attack) for name, attack in metrics["membership"].items()),
         *_epsilon_verdicts(metrics),
     ]
@@ -78,13 +80,11 @@ def _leakage_rows(metrics: dict[str, Any]) -> Iterator[Sequence[str]]:
         yield name, f"{attack['psnr']:.1f} dB", reference
 
 
-def _prototype_rows(metrics: dict[str, Any]) -> Iterator[Sequence[str]]:
-    if metrics:
-        yield (
-            "restored from class means",
-            f"{metrics['psnr']:.1f} dB",
-            f"{metrics['psnr_of_lookalike']:.1f} dB: a look-alike",
-        )
+def _inversion_rows(metrics: dict[str, Any]) -> Iterator[Sequence[str]]:
+    for name, what in INVERTED.items():
+        if attack := metrics.get(name):
+            other = f"{attack['psnr_of_lookalike']:.1f} dB: a look-alike"
+            yield f"restored from {what}", f"{attack['psnr']:.1f} dB", other
 
 
 def _membership_rows(metrics: dict[str, Any]) -> Iterator[Sequence[str]]:
@@ -127,11 +127,12 @@ def _leakage_verdicts(metrics: dict[str, Any]) -> Iterator[str]:
     yield f"The gradient of one {what} {away}: {best:.1f} dB, where a look-alike has {other:.1f} dB."
 
 
-def _prototype_verdicts(metrics: dict[str, Any]) -> Iterator[str]:
-    if metrics:
-        restored, other = metrics["psnr"], metrics["psnr_of_lookalike"]
-        away = "give real images away" if restored > other else "give no real image away"
-        yield f"Class means {away}: {restored:.1f} dB, where a look-alike has {other:.1f} dB."
+def _inversion_verdicts(metrics: dict[str, Any]) -> Iterator[str]:
+    for name, what in INVERTED.items():
+        if attack := metrics.get(name):
+            restored, other = attack["psnr"], attack["psnr_of_lookalike"]
+            away = "give real images away" if restored > other else "give no real image away"
+            yield f"{what.capitalize()} {away}: {restored:.1f} dB, where a look-alike has {other:.1f} dB."
 
 
 def _membership_verdict(name: str, attack: dict[str, Any]) -> str:

@@ -33,12 +33,12 @@ from fewer.runtime import Aggregation
 from fewer.runtime.noise import NoiseStream
 
 MAX_NORM_RATIO = 100.0
-"""A change that is longer than this many times the cohort's median is scaled down to that length.
+"""A change that is longer than this many times the cohort's median is scaled down to the longest that is not.
 
 Gradients of honest clients exceed 10 where most clients have learned their samples.
 """
 MAX_SIZE_RATIO = 100.0
-"""A client that claims more samples than this many times the cohort's median weighs as if it had that many.
+"""A client that claims more samples than this many times the cohort's median weighs as the largest that does not.
 
 Honest cohorts of a skewed partition exceed 10.
 """
@@ -162,20 +162,26 @@ def apply_change(change: Tensor, start: Tree | None, example: Tree, names: Seque
 def bound_updates(
     updates: Sequence[Tree], shares: Sequence[float], start: Tree | None = None
 ) -> tuple[Sequence[Tree], Sequence[float]]:
-    """Bounds the changes and the sizes that clients claim by multiples of the cohort's medians.
+    """Bounds implausible changes and sizes by the largest plausible ones of the cohort.
 
-    One client can then move the mean by a bounded distance only. Plausible updates and shares are returned as they are.
+    Nobody gains by an implausible claim: it counts no more than what another client sent. Plausible updates and shares
+    are returned as they are.
     """
     if len(updates) < MIN_COHORT:
         return updates, shares
     norms = [change_norm(update, start) for update in updates]
-    longest = MAX_NORM_RATIO * median(norms) or math.inf  # most clients changed nothing: no length is implausible
-    largest = MAX_SIZE_RATIO * median(shares)
+    longest, largest = max_plausible(norms, MAX_NORM_RATIO), max_plausible(shares, MAX_SIZE_RATIO)
     bounded = [
         update if norm <= longest else scale_change(update, start, longest / norm)
         for update, norm in zip(updates, norms, strict=True)
     ]
     return bounded, [min(share, largest) for share in shares]
+
+
+def max_plausible(values: Sequence[float], ratio: float) -> float:
+    """The largest value that is at most `ratio` times the median. If the median is 0, all values are plausible."""
+    limit = ratio * median(values) or math.inf
+    return max(value for value in values if value <= limit)
 
 
 def change_norm(update: Tree, start: Tree | None) -> float:

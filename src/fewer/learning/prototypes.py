@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewer.learning.aggregate import MAX_NORM_RATIO, MAX_SIZE_RATIO, MIN_COHORT, reject_outliers
+from fewer.learning.aggregate import MAX_NORM_RATIO, MAX_SIZE_RATIO, MIN_COHORT, max_plausible, reject_outliers
 from fewer.runtime import Aggregation
 
 
@@ -85,10 +85,10 @@ def reject_prototypes(prototypes: Sequence[Prototypes], aggregation: Aggregation
 
 
 def bound_rows(rows: Tensor) -> Tensor:
-    """Scales rows that are implausibly long, compared with the median row, down to the longest plausible length."""
+    """Scales rows that are implausibly long, compared with the median row, down to the longest plausible one."""
     norms = rows.double().norm(dim=1)
-    longest = MAX_NORM_RATIO * norms.quantile(0.5)
-    if longest == 0 or not bool((norms > longest).any()):
+    longest = max_plausible(norms.tolist(), MAX_NORM_RATIO)
+    if not bool((norms > longest).any()):
         return rows
     factors: Tensor = (longest / norms).clamp(max=1)
     return (rows.double() * factors[:, None]).to(rows.dtype)

@@ -81,6 +81,14 @@ class SendsStatistics(Protocol):
         """Returns what a client sends. Mean features are `means`, one row each, of the classes in `classes`."""
 
 
+@runtime_checkable
+class SendsLogits(Protocol):
+    """Its clients send mean logits of their samples by class."""
+
+    def sent_logits(self, state: Any) -> dict[int, tuple[Tensor, Tensor]]:
+        """Returns the classes, and one row of mean logits for each, that each client sent last."""
+
+
 class ImageGrid(NamedTuple):
     """Images for the report: one row per client or round, one column per class."""
 

@@ -94,6 +94,11 @@ class FedDistill(LocalTraining[FedDistillState]):
             torch.stack([answer["held"] for answer in answers]),
         )
 
+    def sent_logits(self, state: FedDistillState) -> dict[int, tuple[Tensor, Tensor]]:
+        """F_k of each client that answered last, without the classes that it does not hold."""
+        sent = zip(state.clients, state.held, state.logits, strict=True)
+        return {client: (torch.nonzero(held).squeeze(1), logits[held]) for client, held, logits in sent}
+
     @on_client(stream="distil")
     def distill(self, client: Client, model: Weights, teacher: Tensor, known: Tensor) -> dict[str, Any]:
         """Trains on labels and teacher; `known` marks the classes with a teacher. F_k averages over all local steps."""

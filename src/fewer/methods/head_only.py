@@ -119,7 +119,8 @@ class HeadOnly(Method[HeadState]):
             rows = reject_prototypes([Prototypes(**part) for part in parts], clients.aggregation)
             parts = [part._asdict() for part in rows]
         if not parts and not state.statistics:
-            raise QuorumLost(f"round {clients.round}: no client sent valid statistics")
+            problem = "no class has more samples than the noise; use a larger epsilon" if clients.privacy else ""
+            raise QuorumLost(f"round {clients.round}: {problem or 'no client sent valid statistics'}")
         statistics = self.merge([*([state.statistics] if state.statistics else []), *parts])
         head = write_head(state.head, self.fit_head(statistics, state.head, clients), UNSEEN_BIAS)
         return HeadState(head, statistics, sorted([*answered, *new]))

@@ -95,10 +95,10 @@ def reject_class_sums(parts: Sequence[ClassSums], aggregation: Aggregation) -> l
     ]
 
 
-def to_prototypes(released: ClassSums) -> Prototypes:
-    """The quotients of noisy sums and counts, for classes with enough samples."""
+def to_prototypes(released: ClassSums, least: float = 0.5) -> Prototypes:
+    """The quotients of noisy sums and counts, for classes with more samples than `least` and than the noise."""
     sums, counts, deviation = released
-    classes = torch.nonzero(counts > max(DEVIATIONS * deviation, 0.5)).squeeze(1)
+    classes = torch.nonzero(counts > max(DEVIATIONS * deviation, least)).squeeze(1)
     held = counts[classes].double()
     return Prototypes(classes, (sums[classes].double() / held[:, None]).float(), held.round().long().clamp_min(1))
 
@@ -121,4 +121,5 @@ def private_prototypes(answers: Answers, num_classes: int, width: int) -> Protot
     private.ledger.record(private.asked, private.drawn_from, private.round)
     mean = private_mean(updates, None, updates[0], private.ledger, private.asked, stream)
     total = private.asked * mean["rows"].double()
-    return to_prototypes(ClassSums(total[:, :-1], total[:, -1], deviation))
+    # Clipping shrinks a client's 1 for a class as much as its prototype.
+    return to_prototypes(ClassSums(total[:, :-1], total[:, -1], deviation), least=0.0)
