@@ -209,9 +209,16 @@ def test_two_sums_over_one_draw_cost_as_much_as_one_with_less_noise() -> None:
     again.restore(json.loads(json.dumps(book.to_dict())))
     again.record(100, 1000, 3)
     assert again.count_sums() == 5 and again.epsilon > book.epsilon
-    run = fewer.run("scaffold", **{**SETTINGS, "cohort": 2, "clients": 6}, dp="user:noise=2")
-    expected = ((Release(2, 6, 2.0, 2), run.settings.rounds),)
-    assert run.metrics["epsilon"] == pytest.approx(compute_epsilon(expected, 1e-5))
+
+
+@pytest.mark.parametrize("runtime", ["inline", "pool"])
+def test_a_draw_hides_no_client_that_keeps_state(runtime: str) -> None:
+    """What such a client sends depends on the rounds in which it was drawn before."""
+    settings = {**SETTINGS, "cohort": 2, "clients": 6, "runtime": runtime}
+    for method, release, sums in (("scaffold", Release(2, 2, 2.0), 2), ("fedavg", Release(2, 6, 2.0), 1)):
+        run = fewer.run(method, **settings, dp="user:noise=2")
+        expected = ((release, sums * SETTINGS["rounds"]),)
+        assert run.metrics["epsilon"] == pytest.approx(compute_epsilon(expected, 1e-5)), method
 
 
 def test_methods_that_ask_all_clients_once_reach_a_target_epsilon() -> None:

@@ -263,10 +263,10 @@ class PrivacyLedger:
             self._latest = round, release
         self.releases[release] += 1
         if self.planned and (self.count_sums() > round or (asked, drawn_from) != self.planned):
-            problem = (
-                "this method releases several sums in a round, or asks a cohort that is not drawn from all clients"
+            raise SettingError(
+                "dp: this method releases several sums in a round, asks a cohort that is not drawn from all clients, "
+                "or draws among clients that keep state: pass noise instead of epsilon, or ask all clients"
             )
-            raise SettingError(f"dp: {problem}: pass noise instead of epsilon")
 
     def count_sums(self) -> int:
         """The number of sums released so far."""

@@ -351,6 +351,7 @@ class Clients(ABC):
         sizes: dict[int, int] = {}
         unsent = set()
         spent: dict[int, tuple[tuple[float, float, int], ...]] = {}
+        remembers = False
         for done, (call, reply) in enumerate(self._gather_replies(calls), 1):
             if reply and not reply.sent:
                 unsent.add(call.client)
@@ -358,6 +359,7 @@ class Clients(ABC):
                 self.flops += reply.flops
             if reply and self.privacy:
                 spent[call.client] = reply.releases
+                remembers |= reply.remembers
             outcome, sizes[call.client] = self._read_reply(call, reply, faults[call.client], returns)
             if isinstance(outcome, Answer):
                 answers[call.client] = outcome
@@ -387,7 +389,8 @@ class Clients(ABC):
             return Answers(answered, missing, fields, self.aggregation, secure=secure)
         hidden = (Answer(answer.client, HiddenFields(answer.fields, handler.__name__)) for answer in answered)
         # Shares of noise protect from the server, which knows whom it draws: a draw hides nothing from it.
-        hides = self._drawn[:2] == (self.round, frozenset(who)) and not secure
+        # State that a client keeps depends on earlier draws, for which the discount is not proven.
+        hides = self._drawn[:2] == (self.round, frozenset(who)) and not secure and not remembers
         drawn_from = self._drawn[2] if hides else len(who)
         private = PrivateSum(self.privacy, len(who), drawn_from, self.round, self.noise_stream, protect)
         return Answers(hidden, missing, fields, self.aggregation, private, secure)

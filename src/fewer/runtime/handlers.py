@@ -186,6 +186,8 @@ class Reply:
     """True if differential privacy does not cover what the handler does. The run then stops."""
     releases: tuple[tuple[float, float, int], ...] = ()
     """What the answer released about records: sampling rate, noise multiplier, and number of releases."""
+    remembers: bool = False
+    """True if the handler read what its client stored, so that the answer may depend on earlier rounds."""
     unsent: bytes = b""
     """The `Unsent` fields of the answer. They stay on this machine: runtimes between machines leave them out."""
 
@@ -280,8 +282,12 @@ class HandlerRunner:
             context = make_context(call.client, call.round)
             if call.protect:
                 context.protect(call.handler, call.protect, call.repeat, hash_fields(fields))
+            if not call.on_server:
+                context.store.read.clear()
             with counter if self.count_flops and not call.on_server else nullcontext():
                 answer = handler(context, **fields)
+            if not call.on_server:
+                details["remembers"] = bool(context.store.read)
             if call.protect:
                 answer = context.protect_answer(answer, fields)
                 details["releases"] = context.releases

@@ -7,7 +7,7 @@ import fcntl
 import os
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -68,9 +68,12 @@ class Store:
 
     folder: Path
     round: int
+    read: set[str] = field(default_factory=set, compare=False, repr=False)
+    """The names that `get` was asked for."""
 
     def get(self, name: str) -> Tree:
         """The latest value under this name, or None."""
+        self.read.add(name)
         versions = self._versions(name)
         return unpack(self._path(name, versions[-1]).read_bytes()) if versions else None
 

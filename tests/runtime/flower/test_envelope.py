@@ -83,6 +83,12 @@ def test_messages_between_clients_must_be_sealed() -> None:
         envelope.read_question(envelope.pack_question(Call(0, FETCH_OUTGOING, 1, hop=Hop(1, "train", 4, False)), b""))
 
 
+def test_an_answer_says_whether_it_depends_on_stored_state() -> None:
+    for remembers in (False, True):
+        packed = envelope.pack_answer(Reply(b"", remembers=remembers))
+        assert envelope.read_answer(make_reply(packed)).remembers is remembers
+
+
 def test_impossible_releases_are_refused() -> None:
     for releases in (
         [(1.5, 1.0, 1)],

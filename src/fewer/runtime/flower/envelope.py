@@ -51,6 +51,7 @@ def pack_answer(reply: Reply) -> RecordDict:
     values |= (
         {"releases": [float(number) for release in reply.releases for number in release]} if reply.releases else {}
     )
+    values |= {"remembers": True} if reply.remembers else {}
     return _pack_content(values, reply.blob)
 
 
@@ -75,7 +76,8 @@ def read_answer(message: Message) -> Reply:
         return Reply(b"", "refused", "invalid releases")
     # The terminal shows the detail, so it must not contain control characters.
     printable = "".join(character for character in detail[:MAX_REASON] if character.isprintable())
-    return Reply(blob, reason, printable, seconds, releases=releases)
+    remembers = bool(values.get("remembers", False))
+    return Reply(blob, reason, printable, seconds, releases=releases, remembers=remembers)
 
 
 def _read_releases(numbers: Any) -> tuple[tuple[float, float, int], ...]:
