@@ -7,7 +7,7 @@ export MKL_NUM_THREADS = 1
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo cluster-demo test test-cluster test-faults coverage lint format docs docs-serve wheel bench reproduce check-results clean
+.PHONY: help demo cluster-demo test test-cluster test-faults coverage lint format docs docs-serve wheel wheel-newest bench reproduce check-results clean
 
 help:                          ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ docs-serve: .venv/.installed   ## serve the docs on http://127.0.0.1:8000 and re
 
 wheel: .venv/.installed        ## build a wheel, install it into a new environment and run it outside the checkout
 	$(BIN)/python tools/check_wheel.py
+
+wheel-newest: .venv/.installed ## the same with the newest dependencies that the wheel allows (downloads them)
+	$(BIN)/python tools/check_wheel.py --newest
 
 bench: .venv/.installed        ## measure speed, memory and scaling, as ratios within one run
 	$(BIN)/python -m benchmarks

@@ -63,3 +63,9 @@ def test_every_dependency_has_a_locked_version() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     locked = {normalize(line.partition("==")[0]) for line in lines if "==" in line}
     assert declared() - locked == set()
+
+
+def test_typer_has_an_upper_bound_that_keeps_the_command_line_working() -> None:
+    """The options of settings use `typer.main.get_click_param`, which 0.26 removed. `make wheel-newest` shows it."""
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert [line for line in lines if line.startswith("typer") and re.search(r"<0\.(2[0-6]|1?\d)$", line)]

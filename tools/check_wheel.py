@@ -1,7 +1,7 @@
 """Builds a wheel, installs it into a new environment and runs it outside the checkout: python tools/check_wheel.py.
 
 The new environment has nothing but the wheel. It borrows the dependencies of the environment that runs this file, so
-that nothing is downloaded.
+that nothing is downloaded. With --newest, pip installs the newest dependencies that the wheel allows instead.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ SOURCE = ROOT / "src"
 LOCATE = "import fewer; print(fewer.__file__)"
 COMMANDS = (
     "fewer --version",
+    "fewer run --help",
     "fewer run fedavg --data fashion-mini --clients 5 --rounds 1 --out run",  # embedded data, and a report
     "fewer reproduce --list",
     "fewer methods fedmk --cite",
@@ -47,13 +48,15 @@ def find_missing_files(wheel: Path) -> set[str]:
     return {name for name in tracked if (SOURCE / name).exists()} - {*zipfile.ZipFile(wheel).namelist()}
 
 
-def install(wheel: Path, environment: Path) -> Path:
+def install(wheel: Path, environment: Path, newest: bool) -> Path:
     """Installs the wheel into a new environment and returns the directory of its commands."""
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment.parent)
     commands = environment / "bin"
-    run(
-        sys.executable, "-m", "pip", "--python", commands / "python", "install", "--no-deps", "--quiet", wheel, cwd=ROOT
-    )
+    pip = (sys.executable, "-m", "pip", "--python", commands / "python", "install", "--quiet")
+    if newest:
+        run(*pip, wheel, cwd=ROOT)
+        return commands
+    run(*pip, "--no-deps", wheel, cwd=ROOT)
     packages = run(commands / "python", "-c", "import site; print(site.getsitepackages()[0])", cwd=environment).strip()
     # A path in a .pth file brings no .pth files of its own, so an editable Fewer stays out.
     Path(packages, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -67,7 +70,7 @@ def main() -> None:
         wheel = build_wheel(folder)
         if missing := find_missing_files(wheel):
             sys.exit(f"The wheel lacks {', '.join(sorted(missing))}: see package-data in pyproject.toml.")
-        commands = install(wheel, folder / "environment")
+        commands = install(wheel, folder / "environment", newest="--newest" in sys.argv)
         location = run(commands / "python", "-I", "-c", LOCATE, cwd=folder).strip()
         if not location.startswith(str(folder)):
             sys.exit(f"The environment imports {location}, not the wheel.")
