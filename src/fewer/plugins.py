@@ -36,7 +36,7 @@ def load_from_file(spec: str) -> Any:
         public = [
             key
             for key, value in vars(module).items()
-            if getattr(value, "__module__", "") == path.stem and not key.startswith("_")
+            if getattr(value, "__module__", "") == path.stem and key.isidentifier() and not key.startswith("_")
         ]
         raise SettingError(f"'{file}' has no '{name}' (it has: {', '.join(public)})")
     return getattr(module, name)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import fewer
 from fewer.cli.app import app
 from fewer.cli.printing import short_name
+from fewer.runs.reader import RunReader
 from tests.helpers import DIGITS, call
 
 # --- the command ------------------------------------------------------------------------------------------------
@@ -55,6 +56,7 @@ def test_the_name_of_a_run_has_no_path(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     call("run", "fedavg", "--data", "csv:a/long path/my.patients.csv", "--clients", "2", "--rounds", "1", "--no-report")
     (run,) = (tmp_path / "runs").iterdir()
+    assert RunReader(run).data_summary.startswith("csv:my.patients.csv, 2 clients")
     assert re.fullmatch(r"fedavg-my\.patients-\d{8}-\d{6}", run.name)
     assert json.loads((run / "settings.json").read_text())["settings"]["model"] == "mlp"  # it fits the data
     assert (short_name("digits"), short_name("folder:x/y/"), short_name("jsonl:a.jsonl.gz")) == ("digits", "y", "a")
@@ -140,6 +142,15 @@ def test_a_mistake_gives_a_one_line_error(
     assert result.stderr.startswith("fewer: ") and result.stderr.count("\n") == 1
     assert text in result.stderr
     assert not list(tmp_path.rglob("settings.json"))
+
+
+def test_a_misspelled_command_suggests_the_right_one_once() -> None:
+    assert call("runn", code=2).stderr.count("Did you mean 'run'") == 1
+
+
+def test_a_misspelled_name_in_a_file_is_answered_with_the_classes_of_the_file() -> None:
+    file = Path(__file__).parents[2] / "docs/examples/fedmedian.py"
+    assert "has no 'FedMedain' (it has: FedMedian)" in call("run", f"{file}:FedMedain", code=2).stderr
 
 
 def test_a_misspelled_flag_suggests_the_right_one() -> None:

@@ -81,6 +81,9 @@ def _explain_method_option(flag: str, name: str, args: Sequence[str]) -> str:
 class App(typer.Typer):
     """Commands that report errors as one line, some of them `with_settings`."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(suggest_commands=not hasattr(click.exceptions, "NoSuchCommand"), **options)  # else click does
+
     def command(self, name: str | None = None, **options: Any) -> Callable[[Command], Command]:  # type: ignore[override]
         """Adds a command."""
         add = super().command(name, cls=SettingsCommand, **options)

@@ -150,8 +150,10 @@ class RunReader:
 
     @property
     def data_summary(self) -> str:
-        """Name of the data, number of clients and partition."""
-        name, clients = self.metadata["data"]["name"], self.metadata["data"]["clients"]
+        """Name of the data without its directory, number of clients and partition."""
+        format, colon, path = self.metadata["data"]["name"].partition(":")
+        name = f"{format}{colon}{Path(path).name if Path(path).is_absolute() else path}"
+        clients = self.metadata["data"]["clients"]
         if "data" in self.metadata["objects"] or self.settings["runtime"] == "flower":
             return f"{name}, {clients} clients"
         partition, alpha = self.settings["partition"], self.settings["alpha"]

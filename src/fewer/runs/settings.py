@@ -103,7 +103,7 @@ class Settings(BaseModel):
     debug: bool = Field(default=False, title="Run", exclude=True)
     """Run inline, and stop with the traceback if a client fails."""
     count_flops: bool = Field(default=False, title="Run")
-    """Count the floating-point operations of simulated clients. It slows small nets down by up to 2."""
+    """Count the floating-point operations of simulated clients. It slows small nets down by a factor of up to 2."""
 
     dp: str | None = Field(default=None, title="Run", json_schema_extra=NEUTRAL)
     """Differential privacy of clients or records: user:clip=1.0,noise=0.8 or record:epsilon=8, and more options."""

@@ -40,7 +40,8 @@ def count_flops(enabled: bool = True, cache_key: Hashable = None) -> Iterator[Fl
     """Counts the matrix products and convolutions in the block, forward and backward; a multiply-add counts as 2.
 
     Element-wise operations are not counted, as usual. If not `enabled`, the count is 0 and costs nothing. Counting
-    slows small nets down by up to 2. A block with the `cache_key` of an earlier one in this process reuses its count.
+    slows small nets down by a factor of up to 2. A block with the `cache_key` of an earlier one in this process reuses
+    its count.
     """
     counter = FlopCounter()
     if not enabled or cache_key in _cache:

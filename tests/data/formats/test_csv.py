@@ -34,7 +34,7 @@ def test_a_csv_column_of_text_becomes_texts(tmp_path: Path) -> None:
 
 def test_bad_csv_is_refused(tmp_path: Path) -> None:
     for table, message in (
-        ("a,kind\n1,2\n", r"no column 'label' \(it has: a, kind\); set the data option label"),
+        ("a,kind\n1,2\n", r"no column 'label' \(it has: a, kind\); pass --data-option label=COLUMN"),
         ("a,label\n1,2\n1\n", "line 3 has 1 columns, expected 2"),
         ("a,label\n1,2\nx,3\n", "column 'a', row 2 is not a number: 'x'"),
         ("a,label\n1,2\n1e99,3\n", "column 'a', row 2 is not a finite number"),

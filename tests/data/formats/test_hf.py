@@ -88,7 +88,7 @@ def test_a_parquet_file_is_read_by_the_names_of_its_columns(tmp_path: Path, data
     datasets.Dataset.from_dict({"words": ROWS["text"], "topic": ["n", "n", "c", "c"]}).to_parquet(file)
     raw = read(f"hf:{file}", text="words", label="topic")
     assert raw.x == ROWS["text"] and raw.y.tolist() == [1, 1, 0, 0] and raw.class_names == ("c", "n")
-    with pytest.raises(DataError, match=r"has no column 'text' \(it has: words, topic\); set the data option text"):
+    with pytest.raises(DataError, match=r"no column 'text' \(it has: words, topic\); pass --data-option text=COLUMN"):
         read(f"hf:{file}", label="topic")
     with pytest.raises(SettingError, match="text = words and image = topic: choose one"):
         read(f"hf:{file}", text="words", image="topic")

@@ -95,7 +95,7 @@ def read_csv(
         has_label = not (unlabeled.any() if keep_unlabeled else unlabeled.all())
     roles = [name for name in (label if has_label else None, client, time, text) if name is not None]
     if has_label:
-        table.check_names([label], "; set the data option label")
+        table.check_names([label], "; pass --data-option label=COLUMN")
     table.check_names(roles)
     columns: list[Column] = []
     notes: list[str] = []

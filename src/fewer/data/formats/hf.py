@@ -96,7 +96,7 @@ def _check_columns(part: Any, columns: Mapping[str, str | None], path: Path) -> 
     for option, name in columns.items():
         if name is not None and name not in part.column_names:
             has = ", ".join(part.column_names)
-            raise DataError(f"{path} has no column '{name}' (it has: {has}); set the data option {option}")
+            raise DataError(f"{path} has no column '{name}' (it has: {has}); pass --data-option {option}=COLUMN")
 
 
 def _column(part: Any, name: str | None) -> list[Any]:
