@@ -37,6 +37,15 @@ page from the recipes and the published results. [Browse all results](browse.md)
 
 Accuracy is in %, with a 95 % interval where there are several seeds, groups or tasks. Papers print no numbers in
 figures. "Tuned" rows chose their settings on held-out data; the papers' baselines are not tuned.
+
+| column of a page | meaning |
+|---|---|
+| MB up, MB down | training messages of a run, from and to all clients |
+| GFLOP | billions of operations that all clients spend on training |
+| seconds | time of a run on the machine that the page names |
+| mean ± x | the 95 % interval is from mean − x to mean + x |
+
+If a page has several columns of accuracy and one of a cost, the cost is the mean over them.
 """
 
 
