@@ -46,6 +46,17 @@ def test_very_different_traffic_has_a_logarithmic_scale() -> None:
     assert [figure and figure.axes[0].get_xscale() for figure in figures] == ["linear", "log"]
 
 
+@pytest.mark.parametrize(("low", "labels"), [(1.5, ["2", "3", "5", "7"]), (0.4, [])])
+def test_a_short_logarithmic_axis_has_plain_labels(low: float, labels: list[str]) -> None:
+    """Matplotlib's own labels of minor ticks are formulas, which the theme does not set."""
+    small = [[round_metrics(1, 0.2, 1000), round_metrics(2, 0.3, 2000)]]
+    figure = plot_by_megabyte({"fedavg": THREE_SEEDS, "local": small})
+    assert figure
+    figure.axes[0].set_xlim(low, 9)
+    ticks = [text.get_text() for text in figure.axes[0].get_xticklabels(minor=True)]
+    assert [text for text in ticks if text] == labels
+
+
 def test_only_rounds_that_all_seeds_evaluated_are_shown() -> None:
     histories = [
         [round_metrics(1, None), round_metrics(2, 0.4), round_metrics(3, None), round_metrics(4, 0.5)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -77,6 +78,7 @@ def plot_curves(
             if logarithmic:
                 axes.set_xscale("log")
                 axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                axes.xaxis.set_minor_formatter(FuncFormatter(partial(_label_minor_tick, axes)))
             else:
                 axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=by == "round", min_n_ticks=1))
             axes.set(xlabel=_X_LABELS[by])
@@ -90,6 +92,12 @@ def plot_curves(
         drawn[0].set(ylabel=metric.label, ylim=value_limits(values, metric))
         add_legend(figure, handles)
     return figure
+
+
+def _label_minor_tick(axes: Axes, value: float, _: int) -> str:
+    """Labels 2, 3, 5 and 7 of each power of ten if the logarithmic axis has no two powers of ten."""
+    low, high = axes.get_xlim()
+    return f"{value:g}" if high < 10 * low and f"{value:e}"[0] in "2357" else ""
 
 
 def _draw_curve(axes: Axes, points: Sequence[Point], by: str, style: LineStyle, scale: float, band: float) -> Artist:
