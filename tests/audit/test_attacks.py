@@ -160,21 +160,14 @@ def test_nearness_is_scored_within_condensed_classes() -> None:
     assert inside.tolist() == [-1, -4] and outside.tolist() == [-2, -5]
 
 
-def test_class_means_are_inverted(tmp_path: Path) -> None:
-    call("run", "fedncm", *DIGITS, "--model", "mlp", "--rounds", "1", "--no-report", "--out", tmp_path / "run")
+@pytest.mark.parametrize(
+    ("method", "name", "sent"), [("fedncm", "prototypes", "means"), ("feddistill", "logits", "logits")]
+)
+def test_what_clients_send_by_class_is_inverted(tmp_path: Path, method: str, name: str, sent: str) -> None:
+    call("run", method, *DIGITS, "--model", "mlp", "--rounds", "1", "--no-report", "--out", tmp_path / "run")
     result = call("audit", tmp_path / "run", "--steps", "40", "--starts", "1", "--clients", "2")
     findings = json.loads((tmp_path / "run/audit/audit.json").read_text())
-    means = findings["metrics"]["prototypes"]
-    assert means["client"] == findings["clients"][0] and means["mismatch"] < 0.3 and means["means"] > 1
-    assert "restored from class means" in result.stdout and "Class means give" in result.stdout
-    assert (tmp_path / "run/audit/prototypes.png").exists()
-
-
-def test_class_logits_are_inverted(tmp_path: Path) -> None:
-    call("run", "feddistill", *DIGITS, "--model", "mlp", "--rounds", "1", "--no-report", "--out", tmp_path / "run")
-    result = call("audit", tmp_path / "run", "--steps", "40", "--starts", "1", "--clients", "2")
-    findings = json.loads((tmp_path / "run/audit/audit.json").read_text())
-    logits = findings["metrics"]["logits"]
-    assert logits["client"] == findings["clients"][0] and logits["mismatch"] < 0.3 and logits["means"] > 1
-    assert "restored from class logits" in result.stdout and "Class logits give" in result.stdout
-    assert (tmp_path / "run/audit/logits.png").exists()
+    attack = findings["metrics"][name]
+    assert attack["client"] == findings["clients"][0] and attack["mismatch"] < 0.3 and attack["means"] > 1
+    assert f"restored from class {sent}" in result.stdout and f"Class {sent} give" in result.stdout
+    assert (tmp_path / f"run/audit/{name}.png").exists()
