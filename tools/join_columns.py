@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fewer.experiments import pages
-from fewer.experiments.recipes import Cell, load_recipe, read_results
+from fewer.experiments.recipes import Cell, load_recipe, read_results, slugify
+from fewer.experiments.studies import Study
 from fewer.report.style import png
 from fewer.report.tables import plot_recipe
 
@@ -24,10 +27,12 @@ def join_columns(name: str, page: Path) -> list[Path]:
     `page` is the path of the page without its ending.
     """
     recipe = load_recipe(name)
-    parts = [path for path in page.parent.glob(f"{page.name}-*.json") if _recipe_name(path) == name]
+    slugs = [slugify(column.name) for column in recipe.column]
+    parts = [path for slug in slugs if (path := page.parent / f"{page.name}-{slug}.json").exists()]
+    contents = [json.loads(path.read_text()) for path in parts]
     found: dict[tuple[str, str], Cell] = {}
-    for path in parts:
-        made_with, cells = read_results(json.loads(path.read_text()))
+    for path, content in zip(parts, contents, strict=True):
+        made_with, cells = read_results(content)
         if made_with != recipe:
             raise SystemExit(f"{path} was made with another version of {name}")
         found |= {(cell.row, cell.column): cell for cell in cells}
@@ -36,16 +41,24 @@ def join_columns(name: str, page: Path) -> list[Path]:
         raise SystemExit(f"{name} lacks {len(missing)} cells, such as {' in '.join(missing[0])}")
     cells = [found[place] for place in planned]
     pictures = {kind: png(figure) for kind, figure in plot_recipe(recipe, cells).items()}
-    written = pages.write_results(page.name, recipe, cells, page.parent, f"fewer reproduce {name}", False, pictures)
+    study = join_studies([content for content in contents if "study" in content])
+    command = f"fewer reproduce {name}"
+    written = pages.write_results(page.name, recipe, cells, page.parent, command, False, pictures, study)
     for path in parts:
         for old in path.parent.glob(f"{path.stem}*"):
             old.unlink()
     return written
 
 
-def _recipe_name(path: Path) -> str:
-    """The name of the recipe in the command that made a result."""
-    return str(json.loads(path.read_text())["command"]).split()[2]
+def join_studies(contents: Sequence[Mapping[str, Any]]) -> Study | None:
+    """Joins the studies of several columns into one table."""
+    if not contents:
+        return None
+    metrics = {key: value for content in contents for key, value in content["study"].items()}
+    lines, *others = (content["study_page"].strip("\n").split("\n") for content in contents)
+    end = max(index for index, line in enumerate(lines) if line.startswith("|")) + 1
+    more = [line for other in others for line in other if line.startswith("|") and line not in lines]
+    return Study(["", *lines[:end], *more, *lines[end:]], metrics)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from fewer.report.tables import plot_recipe
 from fewer.runs.experiment import make_method, parse_settings
 from fewer.statistics import format_interval, format_number, interval
 from tests.helpers import call
-from tools.join_columns import join_columns
+from tools.join_columns import join_columns, join_studies
 
 
 def test_rows_of_a_recipe_may_differ_in_model_and_data() -> None:
@@ -160,6 +160,16 @@ def test_columns_that_were_made_one_by_one_are_joined(tmp_path: Path) -> None:
     call("reproduce", file, *args)
     assert json.loads((tmp_path / "small.json").read_text())["cells"] == joined
     assert not list(tmp_path.glob("small-*.json"))
+
+
+def test_studies_of_columns_are_joined_in_one_table() -> None:
+    page = "\n## Copies\n\n| | images |\n|---|---|\n| FedMK, {} | 20 |\n\nA note.\n"
+    contents = [{"study": {f"FedMK, {name}": 20}, "study_page": page.format(name)} for name in ("1 round", "3 rounds")]
+    joined = join_studies(contents)
+    assert joined and joined.metrics == {"FedMK, 1 round": 20, "FedMK, 3 rounds": 20}
+    rows = "| FedMK, 1 round | 20 |\n| FedMK, 3 rounds | 20 |"
+    assert joined.render_markdown("x") == page.format("1 round").replace("| FedMK, 1 round | 20 |", rows)
+    assert join_studies([]) is None
 
 
 def test_recipes_are_listed_and_valid() -> None:

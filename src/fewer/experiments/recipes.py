@@ -19,7 +19,6 @@ from fewer.experiments.tune import TRIALS, Trial, mean_client_value, pooled_valu
 from fewer.methods import find
 from fewer.runs.callbacks import Callback
 from fewer.runs.experiment import make_method, parse_settings
-from fewer.runs.reader import RunReader
 from fewer.runs.settings import Settings, settings_hash
 
 MEASURES = {"samples": pooled_value, "clients": mean_client_value}
@@ -211,7 +210,7 @@ def reproduce(
             ours = runner.run(parse_settings({**settings, **(changes or {})}), slugify(row.name), row.tune)
             cells.append(Cell(row.name, column.name, ours, _paper_value(row, index)))
     if recipe.target is not None:
-        cells = [replace(cell, target_cost=_measure_target_cost(recipe.target, cell, out)) for cell in cells]
+        cells = [replace(cell, target_cost=_measure_target_cost(recipe.target, cell, cells)) for cell in cells]
     return recipe, cells
 
 
@@ -222,7 +221,7 @@ def _load_other_rows(
     known = [row.name for row in recipe.row]
     for wrong in [row for row in rows if row not in known]:
         raise unknown_name("row", wrong, known)
-    if recipe.study or recipe.target:
+    if recipe.study:
         raise SettingError(f"recipe '{name}' compares the runs of all its rows; run it without --row")
     if not published.is_file():
         raise SettingError(f"--row keeps the other rows of {published}, which does not exist; run all rows first")
@@ -308,13 +307,10 @@ def _run_folders(row: str, cell: Cell, out: Path) -> list[Path]:
     return [out / slugify(cell.column) / f"{slugify(row)}-seed{seed}" for seed in cell.ours.seeds]
 
 
-def _measure_target_cost(target: str, cell: Cell, out: Path) -> TargetCost:
+def _measure_target_cost(target: str, cell: Cell, cells: Sequence[Cell]) -> TargetCost:
     """Returns the cost of reaching the best accuracy of the target row in the same column."""
-
-    def histories(row: str) -> list[list[dict[str, Any]]]:
-        return [RunReader(folder).history for folder in _run_folders(row, cell, out)]
-
-    return cost_to_reach(histories(cell.row), best_value(histories(target)))
+    (best,) = [other.ours.curves for other in cells if (other.row, other.column) == (target, cell.column)]
+    return cost_to_reach(cell.ours.curves, best_value(best))
 
 
 def read_results(content: Mapping[str, Any]) -> tuple[Recipe, list[Cell]]:
