@@ -28,6 +28,25 @@ def test_conv4_equals_blocks_with_relu_before_pooling() -> None:
     assert isinstance(layers[2], nn.ReLU) and isinstance(net.encoder[2], nn.MaxPool2d)  # type: ignore[index]
 
 
+def test_conv4_keeps_channels_last_in_memory_and_returns_features_in_the_usual_order() -> None:
+    torch.manual_seed(0)
+    net = Conv4((1, 12, 12), 3, width=4, pools=2)
+    blocks, x = net.encoder[:-1], torch.randn(6, 1, 12, 12)  # type: ignore[index]
+    usual = nn.Sequential(*[plain_convolution(layer) for layer in blocks])
+    maps, expected = blocks(x), usual(x)
+    assert maps.is_contiguous(memory_format=torch.channels_last)
+    assert torch.allclose(maps, expected, atol=1e-6) and torch.equal(net.encoder(x), maps.flatten(1))
+
+
+def plain_convolution(layer: nn.Module) -> nn.Module:
+    """A plain convolution with the same weights, or the layer itself."""
+    if not isinstance(layer, nn.Conv2d):
+        return layer
+    plain = nn.Conv2d(layer.in_channels, layer.out_channels, 3, padding=1)
+    plain.load_state_dict(layer.state_dict())
+    return plain
+
+
 def test_conv4_averages_the_last_feature_map() -> None:
     torch.manual_seed(0)
     net = Conv4((1, 12, 12), 3, width=4, pools=1)

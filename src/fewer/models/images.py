@@ -61,6 +61,14 @@ class LeNet5(EncoderHead):
         super().__init__(encoder, 84, classes)
 
 
+class ChannelsLastConv2d(nn.Conv2d):
+    """A convolution whose result has channels last in memory, which makes pools and norm layers after it fast on CPUs."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The convolution; layers after it keep the order in memory."""
+        return super().forward(input).contiguous(memory_format=torch.channels_last)
+
+
 @MODELS.register("conv4")
 class Conv4(EncoderHead):
     """Four blocks of 3×3 convolution (64 channels), norm, ReLU and pool, common in few-shot learning.
@@ -83,7 +91,7 @@ class Conv4(EncoderHead):
             pools = 2 if height == 32 else 4
         layers: list[nn.Module] = []
         for block in range(4):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), norm_layer(norm, width)]
+            layers += [ChannelsLastConv2d(channels, width, 3, padding=1), norm_layer(norm, width)]
             channels = width
             if block < pools:
                 layers.append(nn.MaxPool2d(2))
