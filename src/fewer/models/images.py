@@ -62,7 +62,7 @@ class LeNet5(EncoderHead):
 
 
 class ChannelsLastConv2d(nn.Conv2d):
-    """A convolution whose result has channels last in memory, which makes pools and norm layers after it fast on CPUs."""
+    """A convolution whose result has channels last in memory: pools and norm layers after it are faster on CPUs."""
 
     def forward(self, input: Tensor) -> Tensor:
         """The convolution; layers after it keep the order in memory."""
