@@ -319,6 +319,20 @@ def test_time_windows_do_not_leak_into_the_test_set(kind: str) -> None:
         assert train_rows[train_rows // 250 == owner].max() < held_out[held_out // 250 == owner].min()
 
 
+@pytest.mark.parametrize("kind", ["dirichlet", "natural"])
+def test_windows_that_overlap_with_held_out_ones_are_left_out_of_tuning(kind: str) -> None:
+    labels = np.tile(np.repeat([0, 1, 2], 50), 2)
+    raw = RawDataset(
+        np.zeros((300, 1), np.float32), labels, client_ids=np.repeat([0, 1], 150), time_ordered=True, class_gap=2
+    )
+    data = federate(raw, clients=3, partition=kind).hold_out(0.2, 0)  # type: ignore[arg-type]
+    train, held_out = set(data.train.rows.tolist()), data.test.rows.tolist()  # type: ignore[union-attr]
+    assert len(held_out) > 10
+    for row in held_out:
+        assert not any(row - gap in train and labels[row - gap] == labels[row] for gap in (1, 2))
+    assert any(row - 3 in train for row in held_out)
+
+
 def test_natural_clients_hold_out_their_last_rows_of_any_class() -> None:
     labels = np.repeat([0, 1, 2], 20)  # one class after the other, in blocks
     raw = RawDataset(

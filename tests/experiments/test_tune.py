@@ -18,18 +18,24 @@ from fewer.experiments.compare import SeedRunner
 from fewer.experiments.tune import (
     Point,
     Trial,
+    _apply_point,
+    _hold_out,
     choose_next_best,
     coordinate_search,
+    mean_client_value,
     settings_at_edge,
     tune_experiment,
 )
 from fewer.methods import SearchSpace
+from fewer.methods.fedmeta import FedMeta
 from fewer.methods.frl import FRL
+from fewer.methods.local import Local
 from fewer.methods.metafed import MetaFed
 from fewer.runs.engine import run_experiment
 from fewer.runs.experiment import Experiment, build_experiment, parse_settings
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
+from fewer.statistics import half_width
 from tests.methods.frl_harness import GROUPS, load_digits
 
 
@@ -146,7 +152,12 @@ def test_a_best_value_at_the_end_of_the_tried_ones_is_marked() -> None:
 
     assert settings_at_edge(trials(0.1, 0.3, 0.9), {"lr": 0.9}) == ["lr"]
     assert settings_at_edge(trials(0.1, 0.3, 0.9), {"lr": 0.1}) == ["lr"]
-    assert settings_at_edge(trials(0.1, 0.3, 0.9), {"lr": 0.3}) == [] == settings_at_edge(trials(0.1), {"lr": 0.1})
+    assert settings_at_edge(trials(0.1, 0.3, 0.9), {"lr": 0.3}) == []
+    assert settings_at_edge(trials(0.1), {"lr": 0.1}) == ["lr"]  # no other value was tried
+    steps = [Trial({"local_steps": value}, value) for value in (5.0, 10.0)]
+    assert settings_at_edge(steps, {"lr": 0.1, "local_steps": 5.0}, FedAvg) == ["local_steps"]  # 2.5 is rounded
+    one = [Trial({"local_steps": value}, value) for value in (1.0, 5.0)]
+    assert settings_at_edge(one, {"lr": 0.1, "local_steps": 1.0}, FedAvg) == []  # there are no fewer steps than one
     threshold = [Trial({"distill_threshold": value}, value) for value in (0.6, 1.0)]
     assert settings_at_edge(threshold, {"distill_threshold": 0.6}, MetaFed) == ["distill_threshold"]
 
@@ -156,6 +167,27 @@ def test_a_trial_has_the_interval_of_its_evaluation(digits: Data) -> None:
     (trial,) = tune_experiment(experiment, 1)[1]
     samples, p = len(digits.hold_out(0.2, 1).test), trial.accuracy or 0
     assert trial.ci95 == pytest.approx(1.96 * math.sqrt(p * (1 - p) / samples), rel=0.01)
+
+
+def test_the_interval_of_a_trial_is_over_what_it_evaluates() -> None:
+    """Trials of FedMeta evaluate validation clients only; those over clients have the spread of clients."""
+    settings = parse_settings({"data": "glyphs", "partition": "natural", "model": "logistic", "cohort": 2})
+    method = FedMeta(rounds=1, cohort=2, support_fraction=0.2)
+    experiment = build_experiment(settings, method)
+    (trial,) = tune_experiment(experiment, 1)[1]
+    p, queries = trial.accuracy or 0, 12 * 159
+    assert trial.ci95 == pytest.approx(1.96 * math.sqrt(p * (1 - p) / queries), rel=0.01)
+    personal = build_experiment(parse_settings({"data": "digits", "clients": 5}), Local(rounds=1))
+    (trial,) = tune_experiment(personal, 1, measure=mean_client_value)[1]
+    values = run_experiment(_apply_point(_hold_out(personal), trial.settings)).metrics["clients"].values()
+    assert trial.ci95 == pytest.approx(half_width(list(values)))
+
+
+def test_whole_numbers_are_extended_to_whole_numbers() -> None:
+    evaluated: list[Point] = []
+    whole = lambda point: point["steps"] >= 1 and point["steps"] == round(point["steps"])  # noqa: E731
+    coordinate_search(objective({"steps": 1}, evaluated), {"steps": (5, 10)}, {"steps": 5}, 3, whole)
+    assert [point["steps"] for point in evaluated] == [5, 10, 2]
 
 
 def test_tuning_never_sees_the_test_data(digits: Data) -> None:

@@ -61,6 +61,12 @@ class Functional(nn.Module):
         (torch.relu_, nn.ReLU),
         (torch.tanh, nn.Tanh),
         (torch.sigmoid, nn.Sigmoid),
+        (nn.ReLU6(), nn.Hardtanh),
+        (lambda x: x.clamp_min(0), nn.ReLU),
+        (lambda x: x.clamp_min(-1), nn.Identity),
+        (lambda x: torch.relu(x).double().float(), nn.ReLU),
+        (lambda x: torch.cat([torch.relu(x[:, :2]), torch.relu(x[:, 2:])], 1), nn.ReLU),
+        (lambda x: torch.cat([torch.relu(x[:, :2]), x[:, 2:]], 1), nn.Identity),
         (nn.LeakyReLU(), nn.Identity),
         (lambda x: torch.relu(x) - 1, nn.Identity),
     ],
@@ -73,6 +79,12 @@ def test_the_activation_before_the_head_is_found(
     assert type(find_activation(task, net)) is expected
     setattr(net, "feature_activation", nn.Softplus)  # noqa: B010
     assert type(find_activation(task, net)) is nn.Softplus
+
+
+def test_relu6_keeps_its_bounds() -> None:
+    net = Functional(nn.ReLU6())
+    activation = find_activation(Task((3, 2, 2), 5, lambda: net), net)
+    assert isinstance(activation, nn.Hardtanh) and (activation.min_val, activation.max_val) == (0, 6)
 
 
 def test_an_inplace_activation_of_the_inputs_is_found() -> None:

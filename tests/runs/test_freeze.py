@@ -14,8 +14,9 @@ import fewer
 from fewer.data import ArrayData, Samples
 from fewer.errors import RunError, SettingError
 from fewer.methods.fedavg import FedAvg
-from fewer.models import EncoderHead
-from fewer.models.frozen import PROBES, FrozenEncoder, HeadBuilder, HeadNet
+from fewer.models import EncoderHead, Task
+from fewer.models.frozen import PROBES, FrozenEncoder, HeadBuilder, HeadNet, freeze_encoder
+from fewer.models.split import find_activation
 from fewer.runs.experiment import build_experiment, parse_settings, warn_once
 from fewer.runs.inference import predict
 from fewer.runs.machines import ClientDaemon, _describe_session
@@ -197,6 +198,16 @@ class CountedNet(EncoderHead):
     def __init__(self) -> None:
         type(self).built += 1
         super().__init__(nn.Flatten(), 64, 10)
+
+
+def test_generated_features_have_the_range_of_a_frozen_encoder() -> None:
+    net = make_net()
+    task, _ = freeze_encoder(Task((1, 8, 8), 10, lambda: net), 0)
+    assert (
+        type(find_activation(task, task.net()))
+        is type(find_activation(Task((1, 8, 8), 10, lambda: net), net))
+        is nn.ReLU
+    )
 
 
 def test_the_encoder_is_not_built_for_every_client(digits: ArrayData) -> None:

@@ -217,6 +217,8 @@ class ArrayData(Data):
     raw: ArrayData | None = None
     encoder: Encoder | None = None
     """Computes the features of `raw`."""
+    class_gap: int = 0
+    """Rows before a held-out one of the same class that overlap with it."""
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -307,8 +309,12 @@ class ArrayData(Data):
             rng = None if self.time_ordered else np.random.default_rng(seed)
             train, held_out = hold_out_fraction(self.train, fraction, rng)
         else:
-            late = np.isin(self.train.rows, self._latest_rows(self.row_clients, fraction))
-            train, held_out = self.train.where(~late), self.train.where(late)
+            latest = self._latest_rows(self.row_clients, fraction)
+            late = np.isin(self.train.rows, latest)
+            overlaps = np.zeros(0, np.int64)
+            if self.class_gap:
+                overlaps = _overlapping_rows(latest, self.source.y.cpu().numpy(), self.class_gap)
+            train, held_out = self.train.where(~late & ~np.isin(self.train.rows, overlaps)), self.train.where(late)
         tests = Parts(np.arange(len(held_out.rows)), held_out.offsets)
         test = replace(self.source, rows=torch.from_numpy(held_out.rows).to(self.source.y.device))
         return replace(self, train=train, test=test, tests=tests, origin=None)
@@ -635,7 +641,7 @@ def federate(
         )
     facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients, raw.columns, standardize, notes
     data = ArrayData(name, classes, source, train, held_out, global_test, tests, origin, tokens, *facts)
-    return replace(data, unseen_clients=unseen_clients)
+    return replace(data, unseen_clients=unseen_clients, class_gap=raw.class_gap or 0)
 
 
 def _thin_unseen_clients(train: Parts, count: int, rng: np.random.Generator | None, name: str) -> Parts:
@@ -677,11 +683,17 @@ def hold_out_rows(raw: RawDataset, rows: Rows, fraction: float) -> tuple[Rows, R
     if _is_windowed(raw):
         held_out_rows = held_out_rows[:: raw.x.shape[1]]  # type: ignore[union-attr]
     rest_rows = np.sort(rest.rows)
-    for distance in range(1, (raw.class_gap or 0) + 1):
-        neighbors = held_out_rows - distance
-        same_class = raw.y[neighbors] == raw.y[held_out_rows]  # windows do not cross from one class to the next
-        rest_rows = np.setdiff1d(rest_rows, neighbors[same_class])
+    if raw.class_gap:
+        rest_rows = np.setdiff1d(rest_rows, _overlapping_rows(held_out_rows, raw.y, raw.class_gap))
     return rest_rows, held_out_rows
+
+
+def _overlapping_rows(held_out: Rows, labels: NDArray[Any], gap: int) -> Rows:
+    """The rows of the same class that lie up to `gap` before a held-out row: windows do not cross between classes."""
+    distances = np.arange(1, gap + 1)[:, None]
+    neighbors = held_out - distances
+    overlap = (neighbors >= 0) & (labels[neighbors] == labels[held_out])
+    return np.asarray(neighbors[overlap])
 
 
 def _sort_rows(parts: Parts) -> Parts:

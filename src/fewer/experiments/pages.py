@@ -32,6 +32,10 @@ _ALT_TEXTS = {
     "heatmap": "Accuracy by column, as a heat map,",
     "gflop": "Accuracy by GFLOP of all clients",
 }
+_GFLOP_NOTE = (
+    "GFLOP: what all clients of a run spend in training rounds, counted with the first seed. Evaluations do not count, "
+    "nor does what happens in them: a model that is adapted or chosen there."
+)
 _MAX_SPELLED = 3
 """The result names the leader of each column if there are at most this many columns, and counts them otherwise."""
 _SENTENCES = 3
@@ -139,7 +143,9 @@ def render_markdown(
     ]
     lines += _render_table(["method", *columns, *([] if by_column else costs)], table)
     if _counts_flops(cells):
-        lines += ["", "GFLOP: what all clients of a run spend on training, counted with the first seed."]
+        lines += ["", _GFLOP_NOTE]
+    else:
+        lines += ["", "Operations were not counted when this result was made."]
     lines += _render_fewer_seeds(by_row)
     for kind, image in (images or {}).items():
         lines += ["", f"![{_ALT_TEXTS[kind]} of each row]({image})"]
@@ -224,14 +230,14 @@ def _is_ahead(first: Row, second: Row) -> bool:
     rank = first.primary.rank
     if first.ci95 is None or second.ci95 is None:
         return False
-    pairs = list(zip(first.accuracies, second.accuracies, strict=False))
+    if first.seeds != second.seeds:
+        return rank(first.accuracy) - first.ci95 > rank(second.accuracy) + second.ci95
+    samples = [list(zip(first.accuracies, second.accuracies, strict=True))]
     if first.groups:
-        by_unit = zip(first.unit_accuracies, second.unit_accuracies, strict=False)
-        pairs = [(a[unit], b[unit]) for a, b in by_unit for unit in a if unit in b]
-    if first.seeds == second.seeds and len(pairs) > 1:
-        lead = interval([rank(a) - rank(b) for a, b in pairs])
-        return lead.mean > (lead.half or 0)
-    return rank(first.accuracy) - first.ci95 > rank(second.accuracy) + second.ci95
+        by_unit = zip(first.unit_accuracies, second.unit_accuracies, strict=True)
+        samples.append([(a[unit], b[unit]) for a, b in by_unit for unit in a if unit in b])
+    leads = [interval([rank(a) - rank(b) for a, b in pairs]) for pairs in samples if len(pairs) > 1]
+    return bool(leads) and all(lead.mean > (lead.half or 0) for lead in leads)
 
 
 def _describe_test(cells: Sequence[Cell]) -> str:
@@ -239,8 +245,12 @@ def _describe_test(cells: Sequence[Cell]) -> str:
     first = cells[0].ours
     if first.ci95 is None or len({cell.row for cell in cells}) == 1:
         return ""
-    unit = first.units.removesuffix("s") if first.groups else "seed"
-    return f" Significant: at 95 %, paired by {unit}, each rival tested separately."
+    paired = [first.units.removesuffix("s")] if first.groups else []
+    paired += ["seed"] if len(first.seeds) > 1 else []
+    columns = Counter(cell.column for cell in cells)
+    count = sum(columns.values()) - len(columns)
+    tests = f"{count} tests" if count > 1 else "one test"
+    return f" Significant: at 95 %, paired by {' and by '.join(paired)}, each rival tested separately ({tests})."
 
 
 def describe_machine() -> str:
@@ -310,17 +320,23 @@ def _render_differences(recipe: Recipe, by_row: Mapping[str, list[Cell]], column
     if recipe.mean == "samples" and several_seeds and not groups:
         meaning = ["Paired by seed: mean and 95 % CI over seeds."]
         accuracies = {(cell.row, cell.column): [{"": value} for value in cell.ours.accuracies] for cell in cells}
-    lines, count = [], 0
+    lines = []
+    compared = set()
     for column in columns:
         rows = [
             [row, *(_format_difference(ours, accuracies.get((rival, column), ())) for rival in recipe.rivals)]
             for row in by_row
             if (ours := accuracies.get((row, column))) is not None
         ]
-        count += sum(text != "–" for row in rows for text in row[1:])
+        pairs = [
+            (frozenset((row[0], rival)), text)
+            for row in rows
+            for rival, text in zip(recipe.rivals, row[1:], strict=True)
+        ]
+        compared |= {(column, pair) for pair, text in pairs if text != "–"}
         lines += [f"{column}:", ""] if len(columns) > 1 else []
         lines += [*_render_table(["method", *(f"minus {rival}" for rival in recipe.rivals)], rows), ""]
-    meaning.append(f"Of {count} comparisons, about {count / 20:.1f} exclude 0 by chance.")
+    meaning.append(f"Of {len(compared)} comparisons, about {len(compared) / 20:.1f} exclude 0 by chance.")
     return _fold("Paired differences, in points", [*lines, " ".join(meaning)])
 
 
@@ -412,15 +428,14 @@ def _render_tuning(recipe: Recipe, tuned: Sequence[Cell]) -> list[str]:
     for cell in tuned:
         trials, settings = cell.ours.trials, cell.ours.settings
         usable = [trial for trial in trials if trial.usable]
-        scores, edge = ["–", "–", "–", "–"], []
-        if usable and all(trial.ci95 is not None for trial in usable):
+        scores, edge = ["–", "–", "–", "–"], settings_at_edge(trials, settings, find(cell.ours.method))
+        if usable:
             values = [trial.accuracy or 0.0 for trial in usable]
             best = max(usable, key=lambda trial: trial.accuracy or 0.0)
             intervals = [Interval(min(values), None), Interval(statistics.median(values), None)]
             intervals.append(Interval(best.accuracy or 0.0, best.ci95))
             diverged = len(trials) - len(usable)
             scores = [*(format_interval(value, 1) for value in intervals), str(diverged or "–")]
-            edge = settings_at_edge(trials, settings, find(cell.ours.method))
         chosen = ", ".join(f"{name} {settings[name]:g}{'*' * (name in edge)}" for name in trials[0].settings)
         rows.append([cell.row, cell.column, chosen.replace("*", "\\*"), str(len(trials)), *scores])
     if not rows:

@@ -132,7 +132,7 @@ def tune_experiment(
                 name = label or experiment.method.name
                 trial_label = Label(f"{name} trial {len(done) + 1}/{trials}", f"{name}, tuning", trials)
                 result = run_experiment(_apply_point(tuning_experiment, point), None, [trial_label, *callbacks])
-                trial = Trial(point, measure(result), _half_width(result))
+                trial = Trial(point, measure(result), _half_width(result, measure))
             except QuorumLost:  # all answers were refused: the weights are no longer finite
                 trial = Trial(point, None)
             accuracies[_point_key(point)] = trial.accuracy
@@ -176,13 +176,18 @@ def _store_trials(trials_file: Path | None, task: str, trials: Sequence[Trial]) 
         write_durably(trials_file, json.dumps(content).encode())
 
 
-def _half_width(result: Result) -> float | None:
-    """Half-width of the 95 % confidence interval of a trial: over its groups or tasks, otherwise over its samples."""
+def _half_width(result: Result, measure: Callable[[Result], float]) -> float | None:
+    """Half-width of the 95 % confidence interval of a trial: over its groups, tasks or clients, or over its samples."""
     if groups := result.metrics.get("groups"):
         return half_width(groups)
+    if measure is mean_client_value:
+        return half_width(list(result.metrics["clients"].values()))
     if not result.task.has_classes:
         return None
-    samples = sum(len(result.data.client(client).test) for client in range(len(result.data)))
+    by_client = result.metrics.get("client_metrics") or {}
+    samples = sum(metrics["samples"] for metrics in by_client.values())
+    if not by_client:
+        samples = sum(len(result.data.client(client).test) for client in range(len(result.data)))
     return 1.96 * math.sqrt(result.value * (1 - result.value) / samples) if samples else None
 
 
@@ -191,14 +196,15 @@ def settings_at_edge(
 ) -> list[str]:
     """Returns the tuned settings whose chosen value is the smallest or largest tried: the best may lie beyond.
 
-    A value that the method does not allow to go further, such as a fraction of 1, is not at an edge.
+    A value that the method does not allow to go further, such as a fraction of 1, is not at an edge. If only one value
+    of a setting was tried, it is.
     """
     at_edge = []
     for name in trials[0].settings if trials else ():
         values = sorted({trial.settings[name] for trial in trials})
-        position = values.index(chosen[name])
-        beyond = _extend(values, position)
-        if beyond is not None and (method is None or _accepts(method, {**chosen, name: beyond})):
+        beyond = _extend(values, values.index(chosen[name]))
+        further = {beyond, None if beyond is None else float(round(beyond))} - {None, *values}
+        if len(values) == 1 or any(method is None or _accepts(method, {**chosen, name: value}) for value in further):
             at_edge.append(name)
     return at_edge
 
@@ -262,6 +268,8 @@ def coordinate_search(
 
     for change in _propose_changes(search_space, best, scores):
         point = {**best(), **change}
+        if not is_valid(point):  # the method may take whole numbers only
+            point |= {name: float(round(value)) for name, value in change.items()}
         if _point_key(point) not in scores and is_valid(point):
             scores[_point_key(point)] = evaluate(point)
         if len(scores) >= trials:

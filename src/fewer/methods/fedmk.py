@@ -27,7 +27,8 @@ Departures, each a setting (`fedmk-paper` turns all of these off):
 - `matching_steps`: before the outer loop, D̂ is moved toward the client's class statistics under random nets
   (`fewer.learning.match`). The outer loop alone leaves most of the initial noise in D̂.
 - `match_rounds`: matching again in a later round undoes outer steps. With a number, a client matches in its first
-  rounds only. It matches in all by default: on held-out data of fashion-mini this was better, on MNIST equal.
+  rounds only. It matches in all by default: on images that no client holds, this was as good or better
+  (docs/results/fedmk/matching.md).
 - `matching_nets`: nets near the global model from round 2 on (as in FedDM), or nets that the client trains a little
   meanwhile. By default, all are random.
 - `tiles`: with 2, each image of D̂ holds four smaller ones, which are resized to full size whenever a net sees them

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fewer.data import Samples
 from fewer.data.cache import load_or_build
-from fewer.models.split import feature_width, split_net
+from fewer.models.split import feature_width, find_activation_builder, split_net
 from fewer.models.task import Task
 from fewer.models.weights import load_weights
 
@@ -34,10 +34,11 @@ HEAD = "head."
 class HeadNet(nn.Module):
     """The head of a net, for features as inputs. Its encoder is the identity."""
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: nn.Module, feature_activation: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
         self.encoder = nn.Identity()
         self.head = head
+        self.feature_activation = feature_activation
 
     def forward(self, x: Tensor) -> Tensor:
         """Class scores of a batch of features."""
@@ -53,18 +54,20 @@ class HeadBuilder:
     """Builds the whole net."""
     template: nn.Module
     """A head."""
+    feature_activation: Callable[[], nn.Module] | None = None
+    """The activation that bounds the features of the encoder."""
 
     def __call__(self) -> HeadNet:
         """A new head. If a layer cannot draw new weights, the whole net is built for it."""
         layers = [module for module in self.template.modules() if module._parameters or module._buffers]
         if not all(hasattr(layer, "reset_parameters") for layer in layers):
-            return HeadNet(split_net(self.build_net())[1])
+            return HeadNet(split_net(self.build_net())[1], self.feature_activation)
         head = copy.deepcopy(self.template)
         for layer in head.modules():
             reset: Any = getattr(layer, "reset_parameters", None)
             if reset is not None:
                 reset()
-        return HeadNet(head)
+        return HeadNet(head, self.feature_activation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +131,7 @@ def freeze_encoder(task: Task, seed: int, folder: Path | None = None) -> tuple[T
     module = split_net(net)[0].eval().requires_grad_(False)
     width = feature_width(task, net)
     pretrained = task.pretrained and {name: t for name, t in task.pretrained.items() if name.startswith(HEAD)}
-    build_net = HeadBuilder(task.build_net, split_net(net)[1])
+    build_net = HeadBuilder(task.build_net, split_net(net)[1], find_activation_builder(task, net))
     encoder = FrozenEncoder(module, task.device, folder)
     return replace(task, shape=(width,), build_net=build_net, pretrained=pretrained, encoder=module), encoder
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +24,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 """Activations that bound their outputs, by the name that autograd gives the operation."""
 _KEEP_RANGE = (
     *("View", "Reshape", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Transpose", "Permute", "Clone"),
-    *("MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Mean", "Amax"),
+    *("ToCopy", "MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Mean", "Amax"),
 )
 """Operations whose outputs are inputs or means of inputs."""
 
@@ -28,7 +32,7 @@ _KEEP_RANGE = (
 class EncoderHead(nn.Module):
     """A net that computes `head(encoder(x))`. Methods that work on features use the two parts."""
 
-    feature_activation: type[nn.Module] | None = None
+    feature_activation: Callable[[], nn.Module] | None = None
     """The activation that bounds the features; None if the last operations of the encoder tell."""
 
     def __init__(self, encoder: nn.Module, features: int, classes: int) -> None:
@@ -83,23 +87,40 @@ def feature_width(task: Task, net: nn.Module | None = None) -> int:
 
 
 def find_activation(task: Task, net: nn.Module) -> nn.Module:
-    """The activation that bounds the inputs of the head; the identity if they may be any number.
+    """The activation that bounds the inputs of the head; the identity if they may be any number."""
+    build = find_activation_builder(task, net)
+    return nn.Identity() if build is None else build()
+
+
+def find_activation_builder(task: Task, net: nn.Module) -> Callable[[], nn.Module] | None:
+    """Builds the activation that bounds the inputs of the head; None if they may be any number.
 
     It is the net's `feature_activation`, or the last operation before the head that is not a pool or a reshape.
     """
     if declared := getattr(net, "feature_activation", None):
-        activation: nn.Module = declared()
-        return activation
+        build: Callable[[], nn.Module] = declared
+        return build
     inputs: list[Tensor] = []
     with find_head(task, net)[0].register_forward_pre_hook(lambda head, args: inputs.append(args[0])):
         _probe(net, task)
-    node = inputs[-1].grad_fn
+    return _bound_of(inputs[-1].grad_fn)
+
+
+def _bound_of(node: Any) -> Callable[[], nn.Module] | None:
+    """The activation after which a tensor was computed, by its node in autograd's graph."""
     while node is not None:
         operation = type(node).__name__.partition("Backward")[0]  # ReluBackward0 is the node of a ReLU
         if operation in ACTIVATIONS:
-            return ACTIVATIONS[operation]()
+            return ACTIVATIONS[operation]
+        if operation == "Hardtanh":  # also ReLU6
+            return partial(nn.Hardtanh, node._saved_min_val, node._saved_max_val)
+        if operation in ("Clamp", "ClampMin") and node._saved_min == 0:
+            return nn.ReLU
+        if operation == "Cat":
+            bounds = {_bound_of(part) for part, _ in node.next_functions}
+            return bounds.pop() if len(bounds) == 1 else None
         node = node.next_functions[0][0] if operation.startswith(_KEEP_RANGE) else None
-    return nn.Identity()
+    return None
 
 
 @torch.enable_grad()
