@@ -435,6 +435,29 @@ def test_a_table_says_what_its_intervals_cover(units: str) -> None:
     assert "| FedAvg, tuned | 15.0 ±" in text and "| FedAvg, given | – |" in text
 
 
+def test_a_lead_over_tasks_needs_a_lead_over_seeds() -> None:
+    """Tasks of a seed share one trained model: many of them do not make up for few seeds."""
+
+    def describe(*leads: float) -> str:
+        tasks = [str(number) for number in range(100)]
+        rows = {"A": [dict.fromkeys(tasks, 0.5 + lead) for lead in leads], "B": [dict.fromkeys(tasks, 0.5)] * 3}
+        cells = []
+        for name, units in rows.items():
+            row = make_row("fedavg", [[seed["0"]] for seed in units])
+            cells.append(recipes.Cell(name, "x", replace(row, groups=100, units="tasks", unit_accuracies=units), None))
+        return pages.describe_result(cells)
+
+    assert "leads significantly" in describe(0.1, 0.11, 0.1)
+    assert "no lead is significant" in describe(0.3, 0.01, 0.02)  # over 300 tasks, this is 11 ± 1 points
+
+
+def test_a_page_counts_the_tests_behind_its_result() -> None:
+    plan, cells = make_cells()
+    columns, rows = {cell.column for cell in cells}, {cell.row for cell in cells}
+    count = len(columns) * (len(rows) - 1)
+    assert f"each rival tested separately ({count} tests)." in pages.render_markdown(plan, cells, "", quick=False)
+
+
 def test_the_result_is_one_sentence_computed_from_the_numbers() -> None:
     def describe(**rows: list[float]) -> str:
         return pages.describe_result(
