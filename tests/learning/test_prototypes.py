@@ -9,6 +9,8 @@ from fewer.learning.prototypes import (
     class_prototypes,
     distance_loss,
     merge_prototypes,
+    nearest_centroid,
+    nearest_mean,
     prototype_logits,
 )
 from tests.methods.frl_harness import eq2_loss
@@ -55,3 +57,15 @@ def test_one_class_or_no_prototype_gives_zero_loss() -> None:
         half_known, eq2_loss(features[1:], torch.tensor([1]), [1, 2], torch.tensor([[0.5], [0.7]])) / 2
     )
     assert not class_positions(torch.zeros(0, dtype=torch.int64), torch.tensor([2]))[1].any()
+
+
+def test_the_nearest_centroid_ignores_the_length_of_features() -> None:
+    support = torch.tensor([[3.0, 0.0], [1.0, 0.2], [0.0, 1.0], [0.1, 9.0]])
+    queries = torch.tensor([[9.0, 1.0], [0.1, 0.2], [1.0, 0.9]])
+    labels = torch.tensor([0, 0, 1, 1])
+    unit = support / support.norm(dim=1, keepdim=True)
+    means = torch.stack([unit[:2].mean(0), unit[2:].mean(0)])
+    distances = torch.cdist(queries / queries.norm(dim=1, keepdim=True), means)
+    assert nearest_centroid(support, labels, queries).tolist() == distances.argmin(1).tolist() == [0, 1, 0]
+    plain = torch.cdist(queries, torch.stack([support[:2].mean(0), support[2:].mean(0)])).argmin(1)
+    assert nearest_mean(support, labels, queries).tolist() == plain.tolist() == [0, 0, 0]

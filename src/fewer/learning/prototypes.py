@@ -40,6 +40,16 @@ def prototype_logits(features: Tensor, means: Tensor) -> Tensor:
     return 2 * features @ means.T - means.square().sum(1)
 
 
+def nearest_mean(support: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
+    """The class of each query: that of the nearest mean of support features. Labels are 0, 1, …"""
+    return prototype_logits(queries, class_prototypes(support, labels).means).argmax(1)
+
+
+def nearest_centroid(support: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
+    """The class of each query: that of the nearest mean of L2-normalized features."""
+    return nearest_mean(F.normalize(support), labels, F.normalize(queries))
+
+
 def class_positions(classes: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The position of each label in the ascending `classes`, and whether the label is among them."""
     if not len(classes):

@@ -48,6 +48,7 @@ from torch.nn import functional as F
 from fewer.data.episodes import Episode
 from fewer.learning.adapt import adapt_weights, meta_gradient, trainable_weights
 from fewer.learning.logistic import logistic_regression
+from fewer.learning.prototypes import nearest_centroid
 from fewer.methods.context import Client, Context
 from fewer.methods.fine_tuned import FineTuned, resize_head, zero_head
 from fewer.models import EncoderHead, Task, Weights, get_weights, load_weights, split_net
@@ -75,10 +76,11 @@ class ModelPair:
 class F2L(FineTuned):
     """Few-shot learning with a shared server model and a client model that never leaves its client."""
 
-    predictors: ClassVar[tuple[str, ...]] = ("client", "server")
+    predictors: ClassVar[tuple[str, ...]] = ("client", "server", "centroid")
 
-    predictor: Literal["client", "server"] = "client"
-    """What solves a task: the fine-tuned client model, or logistic regression on the server model's features."""
+    predictor: Literal["client", "server", "centroid"] = "client"
+    """What solves a task: the fine-tuned client model, logistic regression on the server model's features, or their
+    nearest centroid. The others are recorded, too."""
     zero_head: bool = True
     """Start each task with a zero head in the client model. Otherwise meta-steps train the head too, although their
     mean over all class orders is 0."""
@@ -107,7 +109,7 @@ class F2L(FineTuned):
     """Dropout in the client model."""
 
     def predictor_order(self) -> tuple[str, ...]:
-        """Both predictors, the chosen one first."""
+        """All predictors, the chosen one first."""
         return (self.predictor, *(name for name in self.predictors if name != self.predictor))
 
     def setting_warnings(self) -> Sequence[str]:
@@ -221,7 +223,7 @@ class F2L(FineTuned):
     # Meta-test.
 
     def predict(self, solver: ModelPair, task: Episode) -> dict[str, Tensor]:
-        """Fine-tunes ψ on the support and classifies with it; also by logistic regression on the features of φ."""
+        """Fine-tunes ψ on the support and classifies with it; also by simple classifiers on the features of φ."""
         encoder = split_net(solver.server_model.eval())[0]
         client_model = solver.client_model.eval()
         with torch.no_grad():
@@ -230,7 +232,11 @@ class F2L(FineTuned):
         load_weights(client_model, adapt_weights(client_model, solver.private["weights"], batches, self.fine_tune_lr))
         with torch.no_grad():
             logits = client_model(torch.cat([support, queries]))[len(support) :]
-        return {"client": logits.argmax(1), "server": logistic_regression(support, task.support_y, queries)}
+        return {
+            "client": logits.argmax(1),
+            "server": logistic_regression(support, task.support_y, queries),
+            "centroid": nearest_centroid(support, task.support_y, queries),
+        }
 
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
         """φ, a classifier of the base classes. A client has a model only for a task."""

@@ -28,7 +28,7 @@ from fewer.data import Samples
 from fewer.data.episodes import Episode
 from fewer.learning import draw_batches
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
-from fewer.learning.prototypes import class_positions, class_prototypes, prototype_logits
+from fewer.learning.prototypes import class_positions, class_prototypes, nearest_centroid, nearest_mean
 from fewer.methods.context import Client, Context
 from fewer.methods.fewshot import FewShot
 from fewer.models import Task, Weights, get_weights, split_net
@@ -87,13 +87,10 @@ class FLBase(FewShot):
         """The nearest mean of normalized features, and of whitened features."""
         with torch.no_grad():
             support, queries = solver.encoder(task.support_x), solver.encoder(task.query_x)
-        spaces = {
-            "centroid": (F.normalize(support), F.normalize(queries)),
-            "lda": (support.double() @ solver.whitening, queries.double() @ solver.whitening),
-        }
+        whitened = support.double() @ solver.whitening, queries.double() @ solver.whitening
         return {
-            name: prototype_logits(z, class_prototypes(known, task.support_y).means).argmax(1)
-            for name, (known, z) in spaces.items()
+            "centroid": nearest_centroid(support, task.support_y, queries),
+            "lda": nearest_mean(whitened[0], task.support_y, whitened[1]),
         }
 
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
