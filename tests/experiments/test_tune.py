@@ -248,5 +248,6 @@ def test_settings_that_diverge_with_a_seed_give_way_to_the_next_best(
 
 def test_a_method_that_diverges_with_all_settings_is_an_error(digits: Data) -> None:
     experiment = build_experiment(parse_settings({"method": "fedavg", "rounds": 1}), data=digits)
-    with pytest.raises(RunError, match="fedavg diverged with all settings"):
-        choose_next_best(experiment, [Trial({"lr": experiment.method.lr}, 0.5)])  # type: ignore[attr-defined]
+    trials = [Trial({"lr": experiment.method.lr}, 0.5)]  # type: ignore[attr-defined]
+    with pytest.raises(RunError, match=r"fedavg diverged with all settings .* \(the last: round 1: 3 refused\); lower"):
+        choose_next_best(experiment, trials, reason="round 1: 3 refused")

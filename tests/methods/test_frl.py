@@ -234,6 +234,13 @@ def test_local_steps_sets_the_steps_of_every_local_training(options: dict[str, A
     assert sizes in trained
 
 
+def test_several_meta_steps_send_no_running_statistics_of_batch_norm(tmp_path: Path) -> None:
+    net = EncoderHead(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh()), 3, 6)
+    method = FRL(rounds=4, cohort=2, meta_steps=2, optimizer="sgd", head="distance", **SMALL)
+    fewer.run(method, federation(PAIRS[:2]), model=net, out=tmp_path)
+    assert "refused" not in (tmp_path / "events.jsonl").read_text()
+
+
 def test_meta_steps_use_batches_of_the_queries_and_send_phi(tmp_path: Path) -> None:
     seen: list[int] = []
 

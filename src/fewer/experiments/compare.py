@@ -309,10 +309,10 @@ class SeedRunner:
             started, tuned_method = self._started, None if method is None else experiment.method
             try:
                 results = self._run_seeds(experiment, label, stem, tuned_method)
-            except QuorumLost:  # all answers were refused: the weights are no longer finite
+            except QuorumLost as lost:  # all answers were refused: the weights are no longer finite
                 if not done:
                     raise
-                experiment, done = choose_next_best(experiment, done, file)
+                experiment, done = choose_next_best(experiment, done, file, str(lost))
                 self._started = started
                 self._discard_runs(stem)
                 continue

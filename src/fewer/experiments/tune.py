@@ -149,23 +149,26 @@ def tune_experiment(
 
 
 def choose_next_best(
-    experiment: Experiment, trials: Sequence[Trial], trials_file: Path | None = None
+    experiment: Experiment, trials: Sequence[Trial], trials_file: Path | None = None, reason: str = ""
 ) -> tuple[Experiment, list[Trial]]:
     """Returns the experiment with the next best settings after those of `experiment`, which diverged with a seed.
 
-    The trials file remembers it. Raises RunError if no other settings are left.
+    The trials file remembers it. Raises RunError, with the `reason` why the last run ended, if no settings are left.
     """
     diverged = {name: getattr(experiment.method, name) for name in trials[0].settings}
     trials = [replace(trial, diverged_later=trial.diverged_later or trial.settings == diverged) for trial in trials]
     if trials_file:
         _store_trials(trials_file, json.loads(trials_file.read_text())["task"], trials)
-    return _choose_best(experiment, trials), list(trials)
+    return _choose_best(experiment, trials, reason), list(trials)
 
 
-def _choose_best(experiment: Experiment, trials: Sequence[Trial]) -> Experiment:
+def _choose_best(experiment: Experiment, trials: Sequence[Trial], reason: str = "") -> Experiment:
     usable = [trial for trial in trials if trial.usable]
     if not usable:
-        raise RunError(f"{experiment.method.name} diverged with all settings that were tried; lower its learning rate")
+        last = f" (the last: {reason})" if reason else ""
+        raise RunError(
+            f"{experiment.method.name} diverged with all settings that were tried{last}; lower its learning rate"
+        )
     best = max(usable, key=lambda trial: experiment.metric.rank(trial.accuracy or 0.0))
     return _apply_point(experiment, best.settings)
 

@@ -292,11 +292,12 @@ class FRL(PreparingMethod[FRLState]):
         else:
             phi, weights = initial, model  # the first gradient is at θ^R
             for batch in self.training_batches(queries, generator, self.meta_steps):
-                steps = gradient_at(weights, *batch).items()
+                gradient = gradient_at(weights, *batch)  # of trained weights only: not of running statistics
                 weights = phi = phi | {
-                    name: phi[name] - self.meta_lr * (tensor + self.weight_decay * phi[name]) for name, tensor in steps
+                    name: phi[name] - self.meta_lr * (tensor + self.weight_decay * phi[name])
+                    for name, tensor in gradient.items()
                 }
-            gradient = {name: (initial[name] - phi[name]) / self.meta_lr for name in self.meta_learned(initial)}
+            gradient = {name: (initial[name] - phi[name]) / self.meta_lr for name in gradient}
         return {"gradient": gradient, "size": len(client.train)}
 
     def support_set(self, client: Client) -> Samples:
