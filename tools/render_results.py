@@ -1,6 +1,7 @@
 """Writes all pages of docs/results again from their JSON files: python tools/render_results.py.
 
 A page depends on its JSON file, on the pictures next to it, and on docs/results/checks.json (tools/check_results.py).
+It shows the recipe of today, if that plans all of its cells alike.
 A result of an older version has its study on the page only; it is copied to the JSON file first.
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fewer.experiments import pages
+from fewer.experiments.recipes import load_recipe, plans_alike, read_results
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
 RENAMED = (
@@ -65,11 +67,21 @@ def copy_study(data: Path) -> None:
         data.write_text(json.dumps({**content, "study_page": heading + study}, indent=1) + "\n")
 
 
+def update_recipe(data: Path) -> None:
+    """Takes over the recipe of today, if it plans all cells alike: only its text or other cells have changed."""
+    content = json.loads(data.read_text())
+    earlier, cells = read_results(content)
+    recipe = load_recipe(content["command"].split()[2])
+    if recipe != earlier and all(plans_alike(recipe, earlier, cell) for cell in cells):
+        data.write_text(json.dumps({**content, "recipe": recipe.model_dump(mode="json")}, indent=1) + "\n")
+
+
 def render_all(results: Path = RESULTS) -> None:
     """Writes all pages in a directory of results."""
     checks = load_checks(results / "checks.json")
     for data in sorted(results.glob("*/*.json")):
         copy_study(data)
+        update_recipe(data)
         data.with_suffix(".md").write_text(render_page(data, checks))
 
 

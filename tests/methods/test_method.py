@@ -119,7 +119,8 @@ def test_a_client_without_validation_samples_uses_its_last_model(tmp_path: Path)
     data = load("digits", clients=4, alpha=0.3, validation=0.3)
     validation = data.validation.where(data.validation.owners != 2)
     few = ArrayData(**{**vars(data), "validation": validation, "origin": None})
-    last, best = (fewer.run(Local(keep=keep, **STEPS), few, out=tmp_path / keep) for keep in ("last", "best"))
+    steps = {**STEPS, "rounds": 12, "lr": 1.0}  # accuracy swings, so that hardly ever all last models are the best
+    last, best = (fewer.run(Local(keep=keep, **steps), few, out=tmp_path / keep) for keep in ("last", "best"))
     accuracies = [json.dumps(run.metrics["clients"]["2"]) for run in (last, best)]
     assert accuracies[0] == accuracies[1] and last.metrics["clients"] != best.metrics["clients"]
 

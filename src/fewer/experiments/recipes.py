@@ -234,27 +234,40 @@ def _load_other_rows(
         cell, place = by_place.get((row.name, column)), f"{published}: row '{row.name}' in column '{column}'"
         if cell is None:
             raise SettingError(f"{place} is missing; run it, too")
-        if not _has_same_plan(recipe, earlier, cell):
+        if not _follows_from(recipe, earlier, cell):
             raise SettingError(f"{place} was made with other settings than those of the recipe; run it, too")
         kept[row.name, column] = cell
     return kept
 
 
-def _has_same_plan(recipe: Recipe, earlier: Recipe, cell: Cell) -> bool:
+def _follows_from(recipe: Recipe, earlier: Recipe, cell: Cell) -> bool:
     """Whether a recipe plans a cell as an earlier version of it did, with the defaults that its method had then."""
-    plans = []
-    for version in (recipe, earlier):
-        row = next(row for row in version.row if row.name == cell.row)
-        column = next(column for column in version.column if column.name == cell.column)
-        trials = version.trials if row.tune else None
-        plans.append([version.seeds, trials, version.mean, row.tune, row.seeds, column])
-    position = [row.name for row in recipe.row].index(cell.row)
-    settings = row_settings(column, recipe, quick=False)[position]
+    settings = _plan_cell(recipe, cell)["settings"]
     chosen = {name: cell.ours.settings[name] for name in (cell.ours.trials[0].settings if cell.ours.trials else ())}
     options = {**settings["method_options"], **chosen}
     planned = parse_settings({**settings, "method_options": options, "seed": cell.ours.seeds[0]})
     method = make_method(find(cell.ours.method), planned)
-    return plans[0] == plans[1] and settings_hash(planned, method) == cell.ours.hash
+    return plans_alike(recipe, earlier, cell) and settings_hash(planned, method) == cell.ours.hash
+
+
+def plans_alike(recipe: Recipe, other: Recipe, cell: Cell) -> bool:
+    """Whether two versions of a recipe plan a cell in the same way. Defaults of its method may have changed."""
+    return _plan_cell(recipe, cell) == _plan_cell(other, cell) != {}
+
+
+def _plan_cell(recipe: Recipe, cell: Cell) -> dict[str, Any]:
+    """What a recipe plans for a cell; nothing if it does not have it."""
+    columns = [column for column in recipe.column if column.name == cell.column]
+    rows = [index for index, row in enumerate(recipe.row) if row.name == cell.row and row.runs_in(cell.column)]
+    if not columns or not rows:
+        return {}
+    row = recipe.row[rows[0]]
+    return {
+        "settings": row_settings(columns[0], recipe, quick=False)[rows[0]],
+        "tune": (row.tune, recipe.trials, recipe.trial_rounds) if row.tune else None,
+        "seeds": (recipe.seeds, columns[0].seeds, row.seeds),
+        "mean": recipe.mean,
+    }
 
 
 def _paper_value(row: RecipeRow, column: int) -> float | None:

@@ -29,7 +29,8 @@ Departures:
 
 Options of the released code that the paper does not mention:
 - `meta_steps`: a client's steps in the meta-update. The first moves φ by the gradient at θ^R (line 19), the others are
-  ordinary steps from φ, each on a batch of queries.
+  ordinary steps from φ, each on a batch of queries. The server weighs clients by size (line 21); the released code does
+  not.
 - `weight_decay` of all steps, `crop` (random crops in training), average pooling of conv4's features (`average`).
 
 Beyond both: `temperature` divides the squared distances. With many features they are large: the softmax of a new net is
