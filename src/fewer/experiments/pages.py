@@ -144,7 +144,7 @@ def render_markdown(
     lines += _render_table(["method", *columns, *([] if by_column else costs)], table)
     if _counts_flops(cells):
         lines += ["", _GFLOP_NOTE]
-    else:
+    elif not any(cell.target_cost and cell.target_cost.gflop for cell in cells):
         lines += ["", "Operations were not counted when this result was made."]
     lines += _render_fewer_seeds(by_row)
     for kind, image in (images or {}).items():
