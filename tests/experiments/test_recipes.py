@@ -379,7 +379,17 @@ def test_counted_operations_get_a_plot_and_columns() -> None:
     assert kind == "gflop" and list(figure.axes[0].lines[0].get_xdata()) == pytest.approx([1.5, 3.0])
     text = pages.render_markdown(plan, counted, "command", quick=False, images={"gflop": "x-gflop.png"})
     assert "| MB up | MB down | GFLOP | seconds |" in text and "| 6 | 2 | 3 | 7 |" in text and "(x-gflop.png)" in text
-    assert "GFLOP" not in pages.render_markdown(plan, [cells[0], *counted[1:]], "command", quick=False)
+    assert "GFLOP" not in pages.render_markdown(plan, cells, "command", quick=False)
+
+
+def test_rows_whose_operations_were_not_counted_have_no_cost_in_operations_and_seconds() -> None:
+    plan, cells = make_cells()
+    first, *others = cells
+    others = [replace(cell, ours=replace(cell.ours, gflop=3.0, seconds=7.0)) for cell in others]
+    text = pages.render_markdown(plan, [first, *others], "command", quick=False)
+    assert "| MB up | MB down | GFLOP | seconds |" in text and "–: not counted when this row was made." in text
+    rows = [line for line in text.split("\n") if line.startswith(("| FedAvg, given |", "| FedAvg, tuned |"))][:2]
+    assert [row.split(" | ")[-4:] for row in rows] == [["6", "2", "–", "– |"], ["6", "2", "3", "7 |"]]
 
 
 def add_flops(curves: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:

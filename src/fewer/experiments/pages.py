@@ -134,16 +134,20 @@ def render_markdown(
     coverage = f"mean ± 95 % CI over {units}" if units else "one seed"
     accuracy = "Accuracy" if recipe.mean == "samples" else "Mean accuracy over clients, each with its own model,"
     paper = "; the paper's value after the slash" if any(cell.paper is not None for cell in cells) else ""
-    costs = ["MB up", "MB down", *(["GFLOP", "seconds"] if _counts_flops(cells) else [])]
+    counted = [cell.ours.gflop is not None for cell in cells]
+    costs = ["MB up", "MB down", *(["GFLOP", "seconds"] if any(counted) else [])]
     by_column = _costs_by_column(cells)
     lines += [f"{accuracy} in %, {coverage}{paper}.{_describe_test(cells)}", ""]
     table = [
-        [row, *_format_columns(group, columns, Cell.format_accuracy), *([] if by_column else _format_costs(group))]
+        [
+            *(row, *_format_columns(group, columns, Cell.format_accuracy)),
+            *([] if by_column else _format_costs(group)[: len(costs)]),
+        ]
         for row, group in by_row.items()
     ]
     lines += _render_table(["method", *columns, *([] if by_column else costs)], table)
-    if _counts_flops(cells):
-        lines += ["", _GFLOP_NOTE]
+    if any(counted):
+        lines += ["", _GFLOP_NOTE, *([] if all(counted) else ["", "–: not counted when this row was made."])]
     elif not any(cell.target_cost and cell.target_cost.gflop for cell in cells):
         lines += ["", "Operations were not counted when this result was made."]
     lines += _render_fewer_seeds(by_row)
@@ -156,7 +160,9 @@ def render_markdown(
     lines += [f"Made by `{command}`, {seeds}, on {machine or describe_machine()}.", "", "## Details"]
     lines += _render_unseen_clients(by_row, columns)
     if by_column:
-        table = [[cell.row, cell.column, *_format_costs([cell])] for group in by_row.values() for cell in group]
+        table = [
+            [cell.row, cell.column, *_format_costs([cell])[: len(costs)]] for group in by_row.values() for cell in group
+        ]
         lines += _fold("Cost of a run", _render_table(["method", "column", *costs], table))
     if recipe.by_round:
         lines += _render_rounds(recipe, cells)
@@ -410,16 +416,14 @@ def _costs_by_column(cells: Sequence[Cell]) -> bool:
     return any(len(set(counts)) > 1 or len(counts) < len(columns) for counts in rounds.values())
 
 
-def _counts_flops(cells: Sequence[Cell]) -> bool:
-    return all(cell.ours.gflop is not None for cell in cells)
-
-
 def _format_costs(cells: list[Cell]) -> list[str]:
-    """Megabytes up and down, and GFLOP and seconds if operations were counted: means over the columns."""
-    costs = [[cell.ours.mb_up for cell in cells], [cell.ours.mb_down for cell in cells]]
-    if _counts_flops(cells):
-        costs += [[cell.ours.gflop or 0.0 for cell in cells], [cell.ours.seconds for cell in cells]]
-    return [format_number(statistics.fmean(values)) for values in costs]
+    """Megabytes up and down, GFLOP and seconds: means over the columns. The last two only if operations were counted."""
+    rows = [cell.ours for cell in cells]
+    costs = [[row.mb_up for row in rows], [row.mb_down for row in rows]]
+    gflops = [row.gflop for row in rows if row.gflop is not None]
+    if len(gflops) == len(rows):
+        costs += [gflops, [row.seconds for row in rows]]
+    return ([format_number(statistics.fmean(values)) for values in costs] + ["–", "–"])[:4]
 
 
 def _render_tuning(recipe: Recipe, tuned: Sequence[Cell]) -> list[str]:
