@@ -29,6 +29,14 @@ def test_band_by_arithmetic() -> None:
     assert (at_two.min(), at_two.max()) == pytest.approx((60 - 100 * half, 60 + 100 * half))
 
 
+def test_points_of_a_single_round_stand_next_to_each_other() -> None:
+    runs = [[round_metrics(1, accuracy, 1000)] for accuracy in (0.2, 0.4)]
+    figure = plot_by_round({name: runs for name in ("fedavg", "local", "fedmk", "fedbn")})
+    assert figure
+    places = {float(x) for line in figure.axes[0].lines for x in line.get_xdata()}  # type: ignore[arg-type, union-attr]
+    assert sorted(places) == [0.625, 0.875, 1.125, 1.375] and list(figure.axes[0].get_xticks()) == [1]
+
+
 def test_a_single_seed_has_no_band() -> None:
     figure = plot_by_round({"fedavg": THREE_SEEDS[:1]})
     assert figure and not figure.axes[0].collections and len(figure.axes[0].lines) == 1

@@ -72,15 +72,18 @@ def plot_curves(
         figure, drawn = create_subplots(title, list(curves))
         handles: dict[str, Artist] = {}
         for axes, subplot in zip(drawn, curves.values(), strict=True):
-            for label, points in subplot.items():
+            shifts = _spread(list(subplot.values()), by)
+            for (label, points), shift in zip(subplot.items(), shifts, strict=True):
                 band = min(0.15, 0.6 / len(subplot))
-                handles[label] = _draw_curve(axes, points, by, styles[label], metric.scale, band)
+                handles[label] = _draw_curve(axes, points, by, styles[label], metric.scale, band, shift)
             if logarithmic:
                 axes.set_xscale("log")
                 axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
                 axes.xaxis.set_minor_formatter(FuncFormatter(partial(_label_minor_tick, axes)))
             else:
                 axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=by == "round", min_n_ticks=1))
+            if any(shifts):
+                axes.set_xticks([next(iter(subplot.values()))[0].round])
             axes.set(xlabel=_X_LABELS[by])
         values = [point.value for points in all_points for point in points]
         low, high = value_limits(values, metric)
@@ -100,9 +103,19 @@ def _label_minor_tick(axes: Axes, value: float, _: int) -> str:
     return f"{value:g}" if high < 10 * low and f"{value:e}"[0] in "2357" else ""
 
 
-def _draw_curve(axes: Axes, points: Sequence[Point], by: str, style: LineStyle, scale: float, band: float) -> Artist:
+def _spread(curves: Sequence[Sequence[Point]], by: By) -> list[float]:
+    """Shifts on the x-axis that put the points of curves next to each other if all have only the same round."""
+    count = len(curves)
+    if by != "round" or any(len(points) > 1 for points in curves) or len({points[0].round for points in curves}) > 1:
+        return [0.0] * count
+    return [(index + 0.5) / count - 0.5 for index in range(count)]
+
+
+def _draw_curve(
+    axes: Axes, points: Sequence[Point], by: str, style: LineStyle, scale: float, band: float, shift: float
+) -> Artist:
     """Draws a line with its band, whose opacity is `band`, or with an error bar if there is only one point."""
-    x = [getattr(point, by) for point in points]
+    x = [getattr(point, by) + shift for point in points]
     mean = np.array([scale * point.value.mean for point in points])
     half = np.array([scale * (point.value.half or 0) for point in points])
     marker_step = max(1, len(x) // 12)
