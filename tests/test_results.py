@@ -9,7 +9,7 @@ from fewer.experiments import recipes
 from fewer.methods import find
 from fewer.runs.experiment import make_method
 from fewer.runs.settings import neutral_options, settings_hash
-from tools.render_results import render_page
+from tools.render_results import render_page, update_recipe
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
 FILES = sorted(RESULTS.glob("*/*.json"))
@@ -39,6 +39,26 @@ def test_a_published_result_has_known_names_and_matching_hashes(file: Path) -> N
         assert f"{100 * cell.ours.accuracy:.2f}" in page
     assert f"Made by `{content['command']}`" in page
     assert ("settings hashes were recomputed" in page) == (f"{file.parent.name}/{file.stem}" in CHECKS)
+
+
+@pytest.mark.parametrize("change", ["about", "row", "target", "lr"])
+def test_a_page_takes_over_a_recipe_only_if_its_cells_follow_from_it(change: str, tmp_path: Path) -> None:
+    content = json.loads((RESULTS / "fedmeta/fig3.json").read_text())
+    plan = content["recipe"]
+    if change == "about":
+        plan["about"] = "An earlier text."
+    elif change == "row":  # one that was added later
+        content["cells"] = [cell for cell in content["cells"] if cell["row"] != plan["row"][-1]["name"]]
+        plan["row"].pop()
+    elif change == "target":
+        plan["target"] = plan["row"][1]["name"]
+    else:
+        plan["row"][0]["method_options"] |= {"lr": 0.123}
+    file = tmp_path / "fig3.json"
+    file.write_text(json.dumps(content))
+    update_recipe(file)
+    updated = recipes.read_results(json.loads(file.read_text()))[0] == recipes.load_recipe("fedmeta/fig3")
+    assert updated == (change in ("about", "row"))
 
 
 def test_other_published_files_parse() -> None:

@@ -72,7 +72,8 @@ def update_recipe(data: Path) -> None:
     content = json.loads(data.read_text())
     earlier, cells = read_results(content)
     recipe = load_recipe(content["command"].split()[2])
-    if recipe != earlier and all(plans_alike(recipe, earlier, cell) for cell in cells):
+    alike = (recipe.target, recipe.study) == (earlier.target, earlier.study)
+    if recipe != earlier and alike and all(plans_alike(recipe, earlier, cell) for cell in cells):
         data.write_text(json.dumps({**content, "recipe": recipe.model_dump(mode="json")}, indent=1) + "\n")
 
 

@@ -246,6 +246,16 @@ def test_settings_that_diverge_with_a_seed_give_way_to_the_next_best(
         assert runner.paths == [tmp_path / "fedavg-seed0", tmp_path / "fedavg-seed1"]
 
 
+def test_the_error_says_why_the_last_run_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverge(*arguments: Any, **keys: Any) -> Result:
+        run_experiment(*arguments, **keys)
+        raise QuorumLost("round 1: 0 of 3 clients answered")
+
+    monkeypatch.setattr(sys.modules[SeedRunner.__module__], "run_experiment", diverge)
+    with pytest.raises(RunError, match=r"diverged with all settings .*the last: round 1: 0 of 3 clients answered"):
+        SeedRunner(1, 2, tmp_path).run(Settings(data="digits", clients=3, rounds=1, method="fedavg"), "fedavg")
+
+
 def test_a_method_that_diverges_with_all_settings_is_an_error(digits: Data) -> None:
     experiment = build_experiment(parse_settings({"method": "fedavg", "rounds": 1}), data=digits)
     trials = [Trial({"lr": experiment.method.lr}, 0.5)]  # type: ignore[attr-defined]

@@ -147,7 +147,15 @@ def render_markdown(
     ]
     lines += _render_table(["method", *columns, *([] if by_column else costs)], table)
     if any(counted):
-        lines += ["", _GFLOP_NOTE, *([] if all(counted) else ["", "–: not counted when this row was made."])]
+        lines += [
+            "",
+            _GFLOP_NOTE,
+            *(
+                []
+                if all(counted)
+                else ["", "–: not shown, because operations were not counted when this row was made."]
+            ),
+        ]
     elif not any(cell.target_cost and cell.target_cost.gflop for cell in cells):
         lines += ["", "Operations were not counted when this result was made."]
     lines += _render_fewer_seeds(by_row)
