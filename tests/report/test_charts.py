@@ -31,7 +31,7 @@ def test_band_by_arithmetic() -> None:
 
 def test_points_of_a_single_round_stand_next_to_each_other() -> None:
     runs = [[round_metrics(1, accuracy, 1000)] for accuracy in (0.2, 0.4)]
-    figure = plot_by_round({name: runs for name in ("fedavg", "local", "fedmk", "fedbn")})
+    figure = plot_by_round(dict.fromkeys(("fedavg", "local", "fedmk", "fedbn"), runs))
     assert figure
     places = {float(x) for line in figure.axes[0].lines for x in line.get_xdata()}  # type: ignore[arg-type, union-attr]
     assert sorted(places) == [0.625, 0.875, 1.125, 1.375] and list(figure.axes[0].get_xticks()) == [1]

@@ -425,7 +425,7 @@ def _costs_by_column(cells: Sequence[Cell]) -> bool:
 
 
 def _format_costs(cells: list[Cell]) -> list[str]:
-    """Megabytes up and down, GFLOP and seconds: means over the columns. The last two only if operations were counted."""
+    """Megabytes up and down, GFLOP and seconds: means over the columns. The last two need counted operations."""
     rows = [cell.ours for cell in cells]
     costs = [[row.mb_up for row in rows], [row.mb_down for row in rows]]
     gflops = [row.gflop for row in rows if row.gflop is not None]
