@@ -141,21 +141,15 @@ def render_markdown(
     table = [
         [
             *(row, *_format_columns(group, columns, Cell.format_accuracy)),
-            *([] if by_column else _format_costs(group)[: len(costs)]),
+            *([] if by_column else _format_costs(group, any(counted))),
         ]
         for row, group in by_row.items()
     ]
     lines += _render_table(["method", *columns, *([] if by_column else costs)], table)
     if any(counted):
-        lines += [
-            "",
-            _GFLOP_NOTE,
-            *(
-                []
-                if all(counted)
-                else ["", "–: not shown, because operations were not counted when this row was made."]
-            ),
-        ]
+        lines += ["", _GFLOP_NOTE]
+        if not all(counted):
+            lines += ["", "–: not shown, because operations were not counted when this row was made."]
     elif not any(cell.target_cost and cell.target_cost.gflop for cell in cells):
         lines += ["", "Operations were not counted when this result was made."]
     lines += _render_fewer_seeds(by_row)
@@ -168,9 +162,8 @@ def render_markdown(
     lines += [f"Made by `{command}`, {seeds}, on {machine or describe_machine()}.", "", "## Details"]
     lines += _render_unseen_clients(by_row, columns)
     if by_column:
-        table = [
-            [cell.row, cell.column, *_format_costs([cell])[: len(costs)]] for group in by_row.values() for cell in group
-        ]
+        ordered = [cell for group in by_row.values() for cell in group]
+        table = [[cell.row, cell.column, *_format_costs([cell], any(counted))] for cell in ordered]
         lines += _fold("Cost of a run", _render_table(["method", "column", *costs], table))
     if recipe.by_round:
         lines += _render_rounds(recipe, cells)
@@ -424,14 +417,16 @@ def _costs_by_column(cells: Sequence[Cell]) -> bool:
     return any(len(set(counts)) > 1 or len(counts) < len(columns) for counts in rounds.values())
 
 
-def _format_costs(cells: list[Cell]) -> list[str]:
-    """Megabytes up and down, GFLOP and seconds: means over the columns. The last two need counted operations."""
+def _format_costs(cells: list[Cell], with_operations: bool) -> list[str]:
+    """Megabytes up and down, and `with_operations` GFLOP and seconds (– if not counted): means over the columns."""
     rows = [cell.ours for cell in cells]
     costs = [[row.mb_up for row in rows], [row.mb_down for row in rows]]
     gflops = [row.gflop for row in rows if row.gflop is not None]
-    if len(gflops) == len(rows):
+    counted = len(gflops) == len(rows)
+    if with_operations and counted:
         costs += [gflops, [row.seconds for row in rows]]
-    return ([format_number(statistics.fmean(values)) for values in costs] + ["–", "–"])[:4]
+    texts = [format_number(statistics.fmean(values)) for values in costs]
+    return texts if counted or not with_operations else [*texts, "–", "–"]
 
 
 def _render_tuning(recipe: Recipe, tuned: Sequence[Cell]) -> list[str]:
