@@ -24,6 +24,7 @@ from fewer.report.tables import plot_recipe
 from fewer.runs.experiment import make_method, parse_settings
 from fewer.statistics import format_interval, format_number, interval
 from tests.helpers import call
+from tools.count_operations import count_page
 from tools.join_columns import join_columns, join_studies
 
 
@@ -109,6 +110,30 @@ def test_a_recipe_prints_our_results_next_to_the_papers(tmp_path: Path) -> None:
     assert "accuracy" not in again.stderr and (tmp_path / "results/small.json").read_text() == before
     quick = call(*args[:2], "--quick", "--results", tmp_path / "results", "--out", tmp_path / "quick").stdout
     assert "**Quick mode**" in quick and (tmp_path / "results/small-quick.md").exists()
+
+
+def test_operations_of_an_earlier_result_are_counted_by_repeating_its_first_rounds(tmp_path: Path) -> None:
+    file, results = tmp_path / "small.toml", tmp_path / "results"
+    text = RECIPE.replace("seeds = 2\ntrials = 4", 'target = "FedAvg, given"\nseeds = 2\ntrials = 1')
+    file.write_text(text.replace("rounds = 2", "rounds = 5"))
+    call("reproduce", file, "--results", results, "--out", tmp_path / "runs")
+    data = results / "small.json"
+    counted = json.loads(data.read_text())
+    earlier = json.loads(data.read_text())
+    for cell in earlier["cells"]:
+        del cell["ours"]["counted_rounds"]
+        cell["ours"]["gflop"] = cell["target_cost"]["gflop"] = None
+        for point in cell["ours"]["curves"][0]:
+            del point["flops"]
+    data.write_text(json.dumps(earlier))
+    (results / "small-gflop.png").unlink()
+    assert count_page(data, rounds=2) == 4 and count_page(data, rounds=2) == 0
+    again = json.loads(data.read_text())
+    assert {cell["ours"].pop("counted_rounds") for cell in again["cells"]} == {2}
+    assert {cell["ours"].pop("counted_rounds") for cell in counted["cells"]} == {None}
+    assert again == counted  # all clients take part in all rounds, so all rounds cost the same
+    assert (results / "small-gflop.png").read_bytes().startswith(b"\x89PNG")
+    assert "counted later, by repeating the first 2 rounds" in pages.render_file(data)
 
 
 def test_a_row_runs_again_and_the_others_stay(tmp_path: Path) -> None:

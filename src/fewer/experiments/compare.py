@@ -69,6 +69,8 @@ class Row:
 
     gflop: float | None = None
     """GFLOP that the clients of a run spend on training, if they were counted. Only the first seed counts them."""
+    counted_rounds: int | None = None
+    """The first rounds, if only these were counted; each later round then adds the mean of those after the first."""
     unseen_clients: list[float] = field(default_factory=list)
     """For each seed, the primary metric of clients that never trained, if there are any."""
     epsilon: float | None = None

@@ -148,6 +148,11 @@ def render_markdown(
     lines += _render_table(["method", *columns, *([] if by_column else costs)], table)
     if any(counted):
         lines += ["", _GFLOP_NOTE]
+        if rounds := sorted({cell.ours.counted_rounds or 0 for cell in cells} - {0}):
+            lines[-1] += (
+                f" They were counted later, by repeating the first {' or '.join(map(str, rounds))} rounds; each round "
+                "after these adds the mean of the repeated ones without the first."
+            )
         if not all(counted):
             lines += ["", "–: not shown, because operations were not counted when this row was made."]
     elif not any(cell.target_cost and cell.target_cost.gflop for cell in cells):
