@@ -133,7 +133,7 @@ def test_operations_of_an_earlier_result_are_counted_by_repeating_its_first_roun
     assert {cell["ours"].pop("counted_rounds") for cell in counted["cells"]} == {None}
     assert again == counted  # all clients take part in all rounds, so all rounds cost the same
     assert (results / "small-gflop.png").read_bytes().startswith(b"\x89PNG")
-    assert "counted later, by repeating the first 2 rounds" in pages.render_file(data)
+    assert "repeated their first 2 rounds to be counted" in pages.render_file(data)
 
 
 def test_a_row_runs_again_and_the_others_stay(tmp_path: Path) -> None:

@@ -150,8 +150,8 @@ def render_markdown(
         lines += ["", _GFLOP_NOTE]
         if rounds := sorted({cell.ours.counted_rounds or 0 for cell in cells} - {0}):
             lines[-1] += (
-                f" They were counted later, by repeating the first {' or '.join(map(str, rounds))} rounds; each round "
-                "after these adds the mean of the repeated ones without the first."
+                f" Rows that were made before repeated their first {' or '.join(map(str, rounds))} rounds to be "
+                "counted; each later round adds the mean of these without the first."
             )
         if not all(counted):
             lines += ["", "–: not shown, because operations were not counted when this row was made."]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
+from fewer.experiments.compare import Row
 from fewer.experiments.recipes import Cell, Recipe
 from fewer.experiments.studies import Study
 from fewer.report.audit import draw_images
 from fewer.report.charts import By, Grid, plot_columns, plot_curves, plot_heatmap
 from fewer.report.files import write_files
-from fewer.report.metrics import Histories, metric_curve
+from fewer.report.metrics import Histories, History, metric_curve
 from fewer.report.pictures import plot_embeddings
 from fewer.report.style import assign_label_styles, png
 from fewer.statistics import Interval
@@ -36,15 +38,28 @@ def plot_recipe(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, Figure]:
         rows = [[row.get(column) for column in columns] for row in accuracies.values()]
         figures["heatmap"] = plot_heatmap(recipe.title, Grid("", "", columns, list(accuracies), rows))
     histories: dict[str, Histories] = {
-        column: {cell.row: cell.ours.curves for cell in cells if cell.column == column} for column in columns
+        column: {cell.row: _plotted_curves(cell.ours) for cell in cells if cell.column == column} for column in columns
     }
     axes: dict[str, By] = {"rounds": "round", "megabytes": "megabytes"}
     for kind, by in axes.items():
         if kind in (recipe.figure or ""):
             figures[kind] = plot_curves(recipe.title, histories, by, styles)
-    if all(cell.ours.gflop for cell in cells):
-        figures["gflop"] = plot_curves(recipe.title, histories, "gflop", styles)
+    if all(cell.ours.gflop is not None for cell in cells):
+        spent = {(cell.row, cell.column) for cell in cells if cell.ours.gflop}  # none without training
+        trained = {
+            column: {row: curves for row, curves in rows.items() if (row, column) in spent}
+            for column, rows in histories.items()
+        }
+        figures["gflop"] = plot_curves(recipe.title, trained, "gflop", styles)
     return {kind: figure for kind, figure in figures.items() if figure is not None}
+
+
+def _plotted_curves(row: Row) -> Sequence[History]:
+    """The curve of each seed; their mean alone if intervals are over groups, because a few seeds say much less."""
+    if not row.groups:
+        return row.curves
+    by_round = zip(*row.curves, strict=True)
+    return [[{**points[0], "accuracy": fmean(point["accuracy"] for point in points)} for points in by_round]]
 
 
 def _accuracies_after(cells: Sequence[Cell], rounds: int) -> dict[str, dict[str, Interval]]:
