@@ -1,7 +1,7 @@
 """Joins results that were made column by column: python -m tools.join_columns privacy/mnist.
 
 `fewer reproduce NAME --column C` writes a page of its own. Once all columns are there, this writes the page of the
-whole recipe, and removes theirs.
+whole recipe, and removes theirs. Columns that an earlier page of the whole recipe has stay, unless they were run again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ RESULTS = Path(__file__).parents[1] / "docs/results"
 
 
 def join_columns(name: str, page: Path) -> list[Path]:
-    """Writes the page of a recipe from the pages of its columns. All must have been made with the same recipe.
+    """Writes the page of a recipe from the pages of its columns and an earlier page of it, all of the same recipe.
 
     `page` is the path of the page without its ending.
     """
     recipe = load_recipe(name)
     slugs = [slugify(column.name) for column in recipe.column]
-    parts = [path for slug in slugs if (path := page.parent / f"{page.name}-{slug}.json").exists()]
+    earlier = page.with_name(f"{page.name}.json")
+    new = [path for slug in slugs if (path := page.parent / f"{page.name}-{slug}.json").exists()]
+    parts = [earlier, *new] if earlier.exists() and len(new) < len(slugs) else new
     contents = [json.loads(path.read_text()) for path in parts]
     found: dict[tuple[str, str], Cell] = {}
     for path, content in zip(parts, contents, strict=True):
@@ -44,7 +46,7 @@ def join_columns(name: str, page: Path) -> list[Path]:
     study = join_studies([content for content in contents if "study" in content])
     command = f"fewer reproduce {name}"
     written = pages.write_results(page.name, recipe, cells, page.parent, command, False, pictures, study)
-    for path in parts:
+    for path in new:
         for old in path.parent.glob(f"{path.stem}*"):
             old.unlink()
     return written

@@ -26,6 +26,7 @@ from fewer.statistics import format_interval, format_number, interval
 from tests.helpers import call
 from tools.count_operations import count_page
 from tools.join_columns import join_columns, join_studies
+from tools.render_results import update_recipe
 
 
 def test_rows_of_a_recipe_may_differ_in_model_and_data() -> None:
@@ -185,6 +186,16 @@ def test_columns_that_were_made_one_by_one_are_joined(tmp_path: Path) -> None:
     call("reproduce", file, *args)
     assert json.loads((tmp_path / "small.json").read_text())["cells"] == joined
     assert not list(tmp_path.glob("small-*.json"))
+    more = file.read_text().replace("[[row]]", '[[column]]\nname = "IID"\npartition = "iid"\n[[row]]', 1)
+    file.write_text(more)
+    call("reproduce", file, "--column", "IID", *args)
+    with pytest.raises(SystemExit, match=r"small.json was made with another version"):
+        join_columns(str(file), tmp_path / "small")
+    update_recipe(tmp_path / "small.json")
+    join_columns(str(file), tmp_path / "small")
+    longer = json.loads((tmp_path / "small.json").read_text())["cells"]
+    assert [cell["column"] for cell in longer] == ["α = 0.5"] * 2 + ["α = 5"] * 2 + ["IID"] * 2
+    assert longer[:4] == joined and not list(tmp_path.glob("small-*.json"))
 
 
 def test_studies_of_columns_are_joined_in_one_table() -> None:
