@@ -172,6 +172,16 @@ def test_an_option_of_a_method_as_a_flag_is_an_error_that_shows_how_to_write_it(
     assert "No such option" in call("predict", "x", "--lr", "0.1", code=2).stderr
 
 
+@pytest.mark.parametrize(
+    ("flag", "option"), [("--local-stepz", "local_steps"), ("--learning-rate", "lr"), ("--batchsize", "batch_size")]
+)
+def test_a_misspelled_option_of_a_method_as_a_flag_is_an_error_that_shows_how_to_write_it(
+    flag: str, option: str
+) -> None:
+    stderr = " ".join(call("run", "fedavg", flag, "7", code=2).stderr.replace("│", " ").split())
+    assert f"No such option {flag}." in stderr and f"write -o {option}=7 " in stderr
+
+
 def test_compare_prints_one_table_and_resumes(tmp_path: Path) -> None:
     args = ["compare", "local", "fedprox", *DIGITS, "--rounds", "2", "--seeds", "2", "-o", "fedprox.mu=0.3"]
     file = tmp_path / "table.json"

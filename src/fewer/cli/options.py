@@ -18,7 +18,7 @@ from typer.main import get_click_param
 from typer.models import ParamMeta
 
 from fewer.cli.printing import Output, report_errors
-from fewer.errors import SettingError, unknown_name
+from fewer.errors import SettingError, nearest_name, unknown_name
 from fewer.registry import METHODS, MODELS
 
 if TYPE_CHECKING:
@@ -52,29 +52,36 @@ class SettingsCommand(TyperCommand):
         self._params = params
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses arguments. An unknown option that is one of a method, such as --lr, is an error that names -o."""
+        """Parses arguments. For an unknown option that is nearest to one of a method, the error names -o."""
         try:
             return super().parse_args(ctx, [*args])
         except click.NoSuchOption as error:
-            name = error.option_name.removeprefix("--").replace("-", "_")
-            if any(parameter.name == "method_options" for parameter in self.params) and _is_method_option(name):
-                raise click.UsageError(_explain_method_option(error.option_name, name, args), ctx) from error
+            names = [str(parameter.name) for parameter in self.params]
+            option = _find_method_option(error.option_name, names) if "method_options" in names else None
+            if option is not None:
+                raise click.UsageError(_explain_method_option(error.option_name, option, args), ctx) from error
             raise
 
 
-def _is_method_option(name: str) -> bool:
+def _find_method_option(flag: str, settings: Sequence[str]) -> str | None:
+    """The option of a method that an unknown flag means, if none of the settings is nearer."""
     from fewer.methods import find
 
-    return any(name in find(method).model_fields for method in METHODS)
+    name = flag.removeprefix("--").replace("-", "_")
+    options = {option for method in METHODS for option in find(method).model_fields}
+    nearest = name if name in options else nearest_name(name, [*settings, *sorted(options)])
+    return nearest if nearest in options and nearest not in settings else None
 
 
-def _explain_method_option(flag: str, name: str, args: Sequence[str]) -> str:
-    """Says how to write an option of a method that was given as a flag."""
+def _explain_method_option(flag: str, option: str, args: Sequence[str]) -> str:
+    """Says how to write an option of a method that was given as a flag, perhaps misspelled."""
     value = next((text.partition("=")[2] for text in args if text.startswith(f"{flag}=")), "")
     if flag in args[:-1]:
         value = args[args.index(flag) + 1]
+    written = "--" + option.replace("_", "-")
+    known = f"{flag} is" if flag == written else f"No such option {flag}. {written} is"
     return (
-        f"{flag} is an option of a method: write -o {name}={value or 'VALUE'} (fewer methods NAME lists its options)."
+        f"{known} an option of a method: write -o {option}={value or 'VALUE'} (fewer methods NAME lists its options)."
     )
 
 
