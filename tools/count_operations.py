@@ -1,10 +1,11 @@
 """Counts the operations of results that were made before operations were counted.
 
-    FEWER_DATA=DIR python -m tools.count_operations [NAME…] [--rounds 3]
+    FEWER_DATA=DIR python -m tools.count_operations [NAME…] [--rounds 3] [--row ROW…]
 
 For each cell of docs/results without counted operations, it repeats the first rounds of the first seed with the
-recorded options, and counts. Later rounds count as the mean of those after the first. Pages and plots are written
-again. What a cell costs does not depend on how well its model does, so no accuracy is touched.
+recorded options, and counts. Each later round adds the mean of these without the first. That is exact if all rounds
+cost the same, and about right if cohorts differ. A method whose rounds change later needs all of them: `--row` counts
+single rows, also those that have such an estimate. Pages and plots are written again; no accuracy is touched.
 """
 
 from __future__ import annotations
@@ -65,18 +66,24 @@ def continue_counts(totals: Sequence[int], round: int) -> int:
 
 def add_counts(cell: Cell, totals: Sequence[int]) -> Cell:
     """Returns the cell with the operations of its first seed, at each evaluated round and in total."""
-    first, *others = cell.ours.curves or [[]]
-    curve = [{**point, "flops": continue_counts(totals, int(point["round"]))} for point in first]
+    points = next(iter(cell.ours.curves), [])
+    first = [{**point, "flops": continue_counts(totals, int(point["round"]))} for point in points]
+    curves = [first, *cell.ours.curves[1:]] if first else cell.ours.curves
     gflop = continue_counts(totals, cell.ours.rounds) / 1e9
     counted = len(totals) if len(totals) < cell.ours.rounds else None
-    return replace(cell, ours=replace(cell.ours, curves=[curve, *others], gflop=gflop, counted_rounds=counted))
+    return replace(cell, ours=replace(cell.ours, curves=curves, gflop=gflop, counted_rounds=counted))
 
 
-def count_page(data: Path, rounds: int) -> int:
-    """Counts the operations of the cells that lack them, and writes them to the JSON file. Returns their number."""
+def count_page(data: Path, rounds: int, rows: Sequence[str] = ()) -> int:
+    """Counts the operations of the cells that lack them, and writes them to the JSON file. Returns their number.
+
+    With `rows`, it counts these rows only, unless they are counted in full.
+    """
     content = json.loads(data.read_text())
     recipe, cells = read_results(content)
     uncounted = [cell for cell in cells if cell.ours.gflop is None]
+    if rows:
+        uncounted = [cell for cell in cells if cell.row in rows and (cell in uncounted or cell.ours.counted_rounds)]
     for number, cell in enumerate(cells):
         if cell in uncounted:
             cells[number] = add_counts(cell, count_rounds(cell_settings(recipe, cell), rounds))
@@ -96,11 +103,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="results such as fedmk/table3 [default: all]")
     parser.add_argument("--rounds", type=int, default=3, help="rounds to count, at least 2 [default: 3]")
+    parser.add_argument("--row", action="append", default=[], help="count this row only, also if it has an estimate")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     for data in sorted(args.results.glob("*/*.json")):
         if not args.names or f"{data.parent.name}/{data.stem}" in args.names:
-            count_page(data, max(args.rounds, 2))
+            count_page(data, max(args.rounds, 2), args.row)
     render_all(args.results)
 
 

@@ -45,11 +45,25 @@ def join_columns(name: str, page: Path) -> list[Path]:
     pictures = {kind: png(figure) for kind, figure in plot_recipe(recipe, cells).items()}
     study = join_studies([content for content in contents if "study" in content])
     command = f"fewer reproduce {name}"
-    written = pages.write_results(page.name, recipe, cells, page.parent, command, False, pictures, study)
+    later = list(dict.fromkeys(row for content in contents for row in content.get("later", ())))
+    written = pages.write_results(page.name, recipe, cells, page.parent, command, False, pictures, study, later)
+    if notes := join_notes(contents):
+        content = json.loads(earlier.read_text())
+        earlier.write_text(json.dumps({**content, "notes": notes}, indent=1) + "\n")
+        earlier.with_suffix(".md").write_text(pages.render_file(earlier))
     for path in new:
         for old in path.parent.glob(f"{path.stem}*"):
             old.unlink()
     return written
+
+
+def join_notes(contents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The notes of all parts, each with the columns that it is about."""
+    notes = []
+    for content in contents:
+        columns = ", ".join(dict.fromkeys(cell["column"] for cell in content["cells"]))
+        notes += [f"{note} (columns: {columns})" for note in content.get("notes", ())]
+    return notes
 
 
 def join_studies(contents: Sequence[Mapping[str, Any]]) -> Study | None:

@@ -182,6 +182,12 @@ def test_a_misspelled_option_of_a_method_as_a_flag_is_an_error_that_shows_how_to
     assert f"No such option {flag}." in stderr and f"write -o {option}=7 " in stderr
 
 
+def test_a_flag_is_no_value_of_a_misspelled_option() -> None:
+    stderr = " ".join(call("run", "fedavg", "--local-step", "--rounds", "5", code=2).stderr.replace("│", " ").split())
+    assert "write -o local_steps=VALUE " in stderr
+    assert "-o" not in call("run", "fedavg", "--headz", "2", code=2).stderr  # FedAvg has no head
+
+
 def test_compare_prints_one_table_and_resumes(tmp_path: Path) -> None:
     args = ["compare", "local", "fedprox", *DIGITS, "--rounds", "2", "--seeds", "2", "-o", "fedprox.mu=0.3"]
     file = tmp_path / "table.json"

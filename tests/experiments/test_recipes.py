@@ -24,7 +24,7 @@ from fewer.report.tables import plot_recipe
 from fewer.runs.experiment import make_method, parse_settings
 from fewer.statistics import format_interval, format_number, interval
 from tests.helpers import call
-from tools.count_operations import count_page
+from tools.count_operations import continue_counts, count_page
 from tools.join_columns import join_columns, join_studies
 from tools.render_results import update_recipe
 
@@ -131,10 +131,18 @@ def test_operations_of_an_earlier_result_are_counted_by_repeating_its_first_roun
     assert count_page(data, rounds=2) == 4 and count_page(data, rounds=2) == 0
     again = json.loads(data.read_text())
     assert {cell["ours"].pop("counted_rounds") for cell in again["cells"]} == {2}
+    assert count_page(data, rounds=5, rows=["FedAvg, given"]) == 2  # all rounds
+    more = json.loads(data.read_text())["cells"]
+    assert [cell["ours"]["counted_rounds"] for cell in more] == [None, 2, None, 2]
     assert {cell["ours"].pop("counted_rounds") for cell in counted["cells"]} == {None}
     assert again == counted  # all clients take part in all rounds, so all rounds cost the same
     assert (results / "small-gflop.png").read_bytes().startswith(b"\x89PNG")
-    assert "repeated their first 2 rounds to be counted" in pages.render_file(data)
+    text = pages.render_file(data)
+    assert "≈: counted later, in the first 2 rounds;" in text and text.count("| ≈ ") == 1
+
+
+def test_rounds_after_the_counted_ones_add_the_mean_of_these_without_the_first() -> None:
+    assert [continue_counts([10, 13, 18], round) for round in range(1, 6)] == [10, 13, 18, 22, 26]
 
 
 def test_a_row_runs_again_and_the_others_stay(tmp_path: Path) -> None:
@@ -191,8 +199,16 @@ def test_columns_that_were_made_one_by_one_are_joined(tmp_path: Path) -> None:
     call("reproduce", file, "--column", "IID", *args)
     with pytest.raises(SystemExit, match=r"small.json was made with another version"):
         join_columns(str(file), tmp_path / "small")
+    noted = {
+        **json.loads((tmp_path / "small.json").read_text()),
+        "notes": ["Made earlier."],
+        "later": ["FedProx, tuned"],
+    }
+    (tmp_path / "small.json").write_text(json.dumps(noted))
     update_recipe(tmp_path / "small.json")
     join_columns(str(file), tmp_path / "small")
+    page = (tmp_path / "small.md").read_text()
+    assert "Made earlier. (columns: α = 0.5, α = 5)" in page and "after the others:\n\n- FedProx, tuned\n" in page
     longer = json.loads((tmp_path / "small.json").read_text())["cells"]
     assert [cell["column"] for cell in longer] == ["α = 0.5"] * 2 + ["α = 5"] * 2 + ["IID"] * 2
     assert longer[:4] == joined and not list(tmp_path.glob("small-*.json"))

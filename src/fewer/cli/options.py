@@ -57,18 +57,26 @@ class SettingsCommand(TyperCommand):
             return super().parse_args(ctx, [*args])
         except click.NoSuchOption as error:
             names = [str(parameter.name) for parameter in self.params]
-            option = _find_method_option(error.option_name, names) if "method_options" in names else None
+            option = _find_method_option(error.option_name, names, args) if "method_options" in names else None
             if option is not None:
                 raise click.UsageError(_explain_method_option(error.option_name, option, args), ctx) from error
             raise
 
 
-def _find_method_option(flag: str, settings: Sequence[str]) -> str | None:
-    """The option of a method that an unknown flag means, if none of the settings is nearer."""
+def _find_method_option(flag: str, settings: Sequence[str], args: Sequence[str]) -> str | None:
+    """The option of a method that an unknown flag means, if none of the settings is nearer.
+
+    It is one of the methods in `args`, or of any method if these have none of that name.
+    """
     from fewer.methods import find
 
     name = flag.removeprefix("--").replace("-", "_")
-    options = {option for method in METHODS for option in find(method).model_fields}
+    of_named, options = (
+        {option for method in methods for option in find(method).model_fields}
+        for methods in ([method for method in METHODS if method in args], METHODS)
+    )
+    if of_named and name not in options:
+        options = of_named
     nearest = name if name in options else nearest_name(name, [*settings, *sorted(options)])
     return nearest if nearest in options and nearest not in settings else None
 
@@ -76,7 +84,7 @@ def _find_method_option(flag: str, settings: Sequence[str]) -> str | None:
 def _explain_method_option(flag: str, option: str, args: Sequence[str]) -> str:
     """Says how to write an option of a method that was given as a flag, perhaps misspelled."""
     value = next((text.partition("=")[2] for text in args if text.startswith(f"{flag}=")), "")
-    if flag in args[:-1]:
+    if flag in args[:-1] and not args[args.index(flag) + 1].startswith("--"):
         value = args[args.index(flag) + 1]
     written = "--" + option.replace("_", "-")
     known = f"{flag} is" if flag == written else f"No such option {flag}. {written} is"

@@ -34,7 +34,8 @@ _ALT_TEXTS = {
 }
 _GFLOP_NOTE = (
     "GFLOP: what all clients of a run spend in training rounds, counted with the first seed. Evaluations do not count, "
-    "nor does what happens in them: a model that is adapted or chosen there."
+    "nor does what happens in them: a model that is adapted or chosen there. Seconds depend on what else "
+    "the machine did."
 )
 _MAX_SPELLED = 3
 """The result names the leader of each column if there are at most this many columns, and counts them otherwise."""
@@ -150,8 +151,8 @@ def render_markdown(
         lines += ["", _GFLOP_NOTE]
         if rounds := sorted({cell.ours.counted_rounds or 0 for cell in cells} - {0}):
             lines[-1] += (
-                f" Rows that were made before repeated their first {' or '.join(map(str, rounds))} rounds to be "
-                "counted; each later round adds the mean of these without the first."
+                f" ≈: counted later, in the first {' or '.join(map(str, rounds))} rounds; every other round adds the "
+                "mean of these without the first. Cohorts differ, so this may be off by some percent."
             )
         if not all(counted):
             lines += ["", "–: not shown, because operations were not counted when this row was made."]
@@ -159,7 +160,8 @@ def render_markdown(
         lines += ["", "Operations were not counted when this result was made."]
     lines += _render_fewer_seeds(by_row)
     for kind, image in (images or {}).items():
-        lines += ["", f"![{_ALT_TEXTS[kind]} of each row]({image})"]
+        rows = "each row" if kind != "gflop" or all(cell.ours.gflop for cell in cells) else "each row that trains"
+        lines += ["", f"![{_ALT_TEXTS[kind]} of {rows}]({image})"]
     if study_page:
         lines += ["", study_page.strip("\n")]
     seeds = f"seeds {first.seeds[0]} … {first.seeds[-1]}" if several_seeds else f"seed {first.seeds[0]}"
@@ -431,6 +433,8 @@ def _format_costs(cells: list[Cell], with_operations: bool) -> list[str]:
     if with_operations and counted:
         costs += [gflops, [row.seconds for row in rows]]
     texts = [format_number(statistics.fmean(values)) for values in costs]
+    if counted and any(row.counted_rounds for row in rows):
+        texts[2:3] = [f"≈ {text}" for text in texts[2:3]]
     return texts if counted or not with_operations else [*texts, "–", "–"]
 
 
