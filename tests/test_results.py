@@ -37,6 +37,9 @@ def test_a_published_result_has_known_names_and_matching_hashes(file: Path) -> N
         assert settings_hash(settings, run) == cell.ours.hash, (cell.row, cell.column)
         assert f"`{cell.ours.hash}`" in page and f"| {cell.row} |" in page
         assert f"{100 * cell.ours.accuracy:.2f}" in page
+    counted = [cell.ours.gflop is not None and bool(cell.ours.curves) for cell in cells]
+    if all(counted) and any(cell.ours.gflop for cell in cells):
+        assert file.with_name(f"{file.stem}-gflop.png").exists(), "run python -m tools.count_operations"
     assert f"Made by `{content['command']}`" in page
     assert ("settings hashes were recomputed" in page) == (f"{file.parent.name}/{file.stem}" in CHECKS)
 

@@ -269,7 +269,7 @@ def plot_heatmap(title: str, grid: Grid, metric: PrimaryMetric = ACCURACY) -> Fi
                 color = text_color(value)
                 axes.text(x, y, text, ha="center", va="center", color=color, fontsize=8, linespacing=1.1)
         axes.set_xticks(range(len(grid.columns)), [shorten(str(value), MAX_COLUMN_LABEL) for value in grid.columns])
-        axes.set_yticks(range(len(grid.rows)), [shorten(str(value), 24) for value in grid.rows])
+        axes.set_yticks(range(len(grid.rows)), [fill(shorten(str(value), 52), 26) for value in grid.rows])
         axes.set(xlabel=grid.x_name, ylabel=grid.y_name, xlim=(-0.5, len(grid.columns) - 0.5))
         axes.set_ylim(len(grid.rows) - 0.5, -0.5)
         axes.grid(False)
