@@ -459,7 +459,7 @@ def _render_tuning(recipe: Recipe, tuned: Sequence[Cell]) -> list[str]:
     titles = ["method", "column", "chosen", "trials", "worst", "median", "best ± 95 % CI", "diverged"]
     if all(row[4:] == ["–"] * 4 for row in rows):
         return _fold("Tuning", _render_table(titles[:4], [row[:4] for row in rows]))
-    length = f", after {recipe.trial_rounds} rounds" if recipe.trial_rounds else ""
+    length = f", after at most {recipe.trial_rounds} rounds" if recipe.trial_rounds else ""
     notes = [f"Trials: accuracy in % on held-out data{length}."]
     if any("*" in row[2] for row in rows):
         notes.append("\\*: the best value is at the edge of those tried, so a better one may lie beyond.")
