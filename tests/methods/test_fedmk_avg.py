@@ -72,12 +72,15 @@ def test_the_server_trains_the_mean_model_on_the_condensed_images(tmp_path: Path
     assert not is_same(answers[0]["model"], before.model)
 
 
+@pytest.mark.parametrize("mix", [False, True])
 @pytest.mark.parametrize("teacher_weight", [0.0, 0.3])
-def test_targets_mix_labels_and_the_opinion_of_clients_that_hold_a_class(teacher_weight: float, tmp_path: Path) -> None:
+def test_targets_mix_labels_and_the_opinion_of_clients_that_hold_a_class(
+    teacher_weight: float, mix: bool, tmp_path: Path
+) -> None:
     """One server step from the mean model, without momentum or augmentation."""
     changed = {
         "server_steps": 1,
-        "mix_pairs": False,
+        "mix_pairs": mix,
         "lr_decay": False,
         "augment": False,
         "momentum": 0.0,
@@ -91,10 +94,12 @@ def test_targets_mix_labels_and_the_opinion_of_clients_that_hold_a_class(teacher
         nets = [make_task().net() for _ in range(3)]
     counts = torch.tensor([[3, 0, 1], [1, 4, 0], [0, 4, 0]])
     batch = torch.randint(6, (5,), generator=stream)
-    x, y = images[batch], labels[batch]
+    x, y = images[batch], F.one_hot(labels[batch], 3).float()
+    if mix:  # the teachers see the mixtures, too
+        x, y = mix_pairs(x, y, make_contexts(tmp_path).server(0, 1).stream("pairs"))
     own, first, second = (net(x).softmax(1).detach() for net in nets)
     p = torch.stack([own[:, 0] ** 0.75 * first[:, 0] ** 0.25, (first[:, 1] * second[:, 1]) ** 0.5, own[:, 2]], 1)
-    targets = (1 - teacher_weight) * F.one_hot(y, 3) + teacher_weight * p / p.sum(1, keepdim=True)
+    targets = (1 - teacher_weight) * y + teacher_weight * p / p.sum(1, keepdim=True)
     loss = -(targets * nets[0](x).log_softmax(1)).sum(1).mean()
     gradients = torch.autograd.grad(loss, list(nets[0].parameters()))
     result = method.distill(
@@ -161,12 +166,15 @@ def test_later_rounds_average_by_size_and_keep_the_images(condense_rounds: int, 
 @pytest.mark.parametrize("calibrate", [False, True])
 @pytest.mark.parametrize("mixed", [0, 2])
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_local_training_is_sgd(schedule: str, augment: bool, calibrate: bool, mixed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("momentum", "clip"), [(0.0, None), (0.9, 0.1)])
+def test_local_training_is_sgd(
+    momentum: float, clip: float | None, schedule: str, augment: bool, calibrate: bool, mixed: int, tmp_path: Path
+) -> None:
     """Three steps. With a cosine, learning rates are lr, 3/4 lr and 1/4 lr: (1 + cos(π s / 3)) / 2 in step s."""
     options: dict[str, Any] = {"local_steps": 3, "batch_size": 4, "lr": 0.3, "augment_local": augment}
     options["lr_schedule"] = schedule
     options["mixed_images"] = mixed
-    options |= {"calibrate": calibrate, "clip_norm": None}
+    options |= {"calibrate": calibrate, "clip_norm": clip, "local_momentum": momentum}
     method, client = FedMKAvg(**options), make_client(tmp_path, 1, round=2)
     model = client.initial_weights()
     images, labels = torch.rand(5, *SHAPE), torch.tensor([0, 1, 2, 1, 0])
@@ -177,6 +185,7 @@ def test_local_training_is_sgd(schedule: str, augment: bool, calibrate: bool, mi
     indices = torch.randint(len(client.train), (3, 4), generator=client.stream("batches"))
     counts = torch.tensor([float(n) for n in COUNTS[1]])
     shift = torch.log((counts + 1) / (counts.sum() + 3)) if calibrate else torch.zeros(3)
+    buffers = [torch.zeros_like(parameter) for parameter in net.parameters()]
     for step, batch in enumerate(indices):
         x, y = client.train.pick(batch)
         if mixed:
@@ -186,9 +195,15 @@ def test_local_training_is_sgd(schedule: str, augment: bool, calibrate: bool, mi
             x = apply_affine(x, draw_affine(len(x), moves))
         lr = 0.3 * (1 + math.cos(math.pi * step / 3)) / 2 if schedule == "cosine" else 0.3
         gradients = torch.autograd.grad(F.cross_entropy(net(x) + shift, y), list(net.parameters()))
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        assert norm > 0.1
+        scale = 1.0 if clip is None else clip / norm
         with torch.no_grad():
-            for parameter, gradient in zip(net.parameters(), gradients, strict=True):
-                parameter.sub_(lr * gradient)
+            buffers = [
+                momentum * buffer + scale * gradient for buffer, gradient in zip(buffers, gradients, strict=True)
+            ]
+            for parameter, buffer in zip(net.parameters(), buffers, strict=True):
+                parameter.sub_(lr * buffer)
     assert all(torch.allclose(answer[name], tensor, atol=1e-6) for name, tensor in get_weights(net).items())
 
 
