@@ -433,7 +433,7 @@ def _format_costs(cells: list[Cell], with_operations: bool) -> list[str]:
     if with_operations and counted:
         costs += [gflops, [row.seconds for row in rows]]
     texts = [format_number(statistics.fmean(values)) for values in costs]
-    if counted and any(row.counted_rounds for row in rows):
+    if counted and any(row.counted_rounds and row.gflop for row in rows):
         texts[2:3] = [f"≈ {text}" for text in texts[2:3]]
     return texts if counted or not with_operations else [*texts, "–", "–"]
 
