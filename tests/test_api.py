@@ -189,6 +189,7 @@ def test_wrong_arguments_get_one_clear_line(my_data: ArrayData) -> None:
         (lambda: run("fedavg", my_data, model=3), SettingError, "model must be a name, .*got int"),  # type: ignore[arg-type]
         (lambda: run("fedavg", my_data, lr=0.1), SettingError, "lr is an option of a method"),
         (lambda: run("fedavg", my_data, learning_rate=0.1), SettingError, "lr is an option of a method"),
+        (lambda: run("fedavg", my_data, local_step=3), SettingError, "local_steps is an option of a method"),
         (lambda: run("fedavg", my_data, rouns=2), SettingError, "unknown setting 'rouns', did you mean 'rounds'"),
         (lambda: compare(FedAvg, my_data), SettingError, "methods must be a list"),  # type: ignore[arg-type]
         (lambda: compare([FedAvg], my_data), SettingError, "method is the class FedAvg"),  # type: ignore[list-item]

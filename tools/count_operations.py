@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fewer.experiments.pages import FIGURES
-from fewer.experiments.recipes import Cell, cell_settings, read_results
-from fewer.experiments.targets import cost_to_reach
+from fewer.experiments.recipes import Cell, cell_settings, measure_target_costs, read_results
 from fewer.report.style import png
 from fewer.report.tables import plot_recipe
 from fewer.runs.callbacks import Callback, Run
@@ -81,21 +80,18 @@ def count_page(data: Path, rounds: int, rows: Sequence[str] = ()) -> int:
     """
     content = json.loads(data.read_text())
     recipe, cells = read_results(content)
-    uncounted = [cell for cell in cells if cell.ours.gflop is None]
-    if rows:
-        uncounted = [cell for cell in cells if cell.row in rows and (cell in uncounted or cell.ours.counted_rounds)]
+    counted = 0
     for number, cell in enumerate(cells):
-        if cell in uncounted:
+        lacking = cell.ours.gflop is None or (rows and cell.ours.counted_rounds)
+        if lacking and (not rows or cell.row in rows):
             cells[number] = add_counts(cell, count_rounds(cell_settings(recipe, cell), rounds))
             print(f"{data.stem}: {cell.row}, {cell.column}: {cells[number].ours.gflop:.4g} GFLOP", flush=True)
-    if recipe.target:
-        targets = [(cell, cell.target_cost) for cell in cells]
-        costs = [target and cost_to_reach(cell.ours.curves, target.target) for cell, target in targets]
-        cells = [replace(cell, target_cost=cost) for cell, cost in zip(cells, costs, strict=True)]
+            counted += 1
+    cells = measure_target_costs(recipe, cells)
     data.write_text(json.dumps({**content, "cells": [asdict(cell) for cell in cells]}, indent=1) + "\n")
     if figure := plot_recipe(recipe, cells).get("gflop"):
         data.with_name(data.stem + FIGURES["gflop"]).write_bytes(png(figure))
-    return len(uncounted)
+    return counted
 
 
 def main() -> None:

@@ -46,11 +46,8 @@ def join_columns(name: str, page: Path) -> list[Path]:
     study = join_studies([content for content in contents if "study" in content])
     command = f"fewer reproduce {name}"
     later = list(dict.fromkeys(row for content in contents for row in content.get("later", ())))
-    written = pages.write_results(page.name, recipe, cells, page.parent, command, False, pictures, study, later)
-    if notes := join_notes(contents):
-        content = json.loads(earlier.read_text())
-        earlier.write_text(json.dumps({**content, "notes": notes}, indent=1) + "\n")
-        earlier.with_suffix(".md").write_text(pages.render_file(earlier))
+    notes = join_notes(contents)
+    written = pages.write_results(page.name, recipe, cells, page.parent, command, False, pictures, study, later, notes)
     for path in new:
         for old in path.parent.glob(f"{path.stem}*"):
             old.unlink()

@@ -18,7 +18,7 @@ from typer.main import get_click_param
 from typer.models import ParamMeta
 
 from fewer.cli.printing import Output, report_errors
-from fewer.errors import SettingError, nearest_name, unknown_name
+from fewer.errors import SettingError, unknown_name
 from fewer.registry import METHODS, MODELS
 
 if TYPE_CHECKING:
@@ -56,29 +56,19 @@ class SettingsCommand(TyperCommand):
         try:
             return super().parse_args(ctx, [*args])
         except click.NoSuchOption as error:
-            names = [str(parameter.name) for parameter in self.params]
-            option = _find_method_option(error.option_name, names, args) if "method_options" in names else None
-            if option is not None:
+            if (option := self._find_method_option(error.option_name, args)) is not None:
                 raise click.UsageError(_explain_method_option(error.option_name, option, args), ctx) from error
             raise
 
+    def _find_method_option(self, flag: str, args: Sequence[str]) -> str | None:
+        """The option of a method that an unknown flag probably means, if this command takes any."""
+        from fewer.methods.registry import find_option
 
-def _find_method_option(flag: str, settings: Sequence[str], args: Sequence[str]) -> str | None:
-    """The option of a method that an unknown flag means, if none of the settings is nearer.
-
-    It is one of the methods in `args`, or of any method if these have none of that name.
-    """
-    from fewer.methods import find
-
-    name = flag.removeprefix("--").replace("-", "_")
-    of_named, options = (
-        {option for method in methods for option in find(method).model_fields}
-        for methods in ([method for method in METHODS if method in args], METHODS)
-    )
-    if of_named and name not in options:
-        options = of_named
-    nearest = name if name in options else nearest_name(name, [*settings, *sorted(options)])
-    return nearest if nearest in options and nearest not in settings else None
+        settings = [str(parameter.name) for parameter in self.params]
+        if "method_options" not in settings:
+            return None
+        name = flag.removeprefix("--").replace("-", "_")
+        return find_option(name, settings, [method for method in METHODS if method in args])
 
 
 def _explain_method_option(flag: str, option: str, args: Sequence[str]) -> str:

@@ -53,10 +53,11 @@ def write_results(
     pictures: Mapping[str, bytes] | None = None,
     study: Study | None = None,
     later: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> list[Path]:
     """Writes the data of a page as JSON, the page as Markdown, and its pictures (see `FIGURES`) as PNG.
 
-    `later` are rows that were made after the others.
+    `later` are rows that were made after the others, and `notes` end the page.
     """
     stem = folder / (name + ("-quick" if quick else ""))
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +70,7 @@ def write_results(
         **({"later": list(later)} if later else {}),
         "cells": [asdict(cell) for cell in cells],
         **({"study": study.metrics, "study_page": study.render_markdown(stem.name)} if study else {}),
+        **({"notes": list(notes)} if notes else {}),
     }
     data.write_text(json.dumps(content, indent=1) + "\n")
     for kind, path in images.items():
@@ -427,15 +429,18 @@ def _costs_by_column(cells: Sequence[Cell]) -> bool:
 def _format_costs(cells: list[Cell], with_operations: bool) -> list[str]:
     """Megabytes up and down, and `with_operations` GFLOP and seconds (– if not counted): means over the columns."""
     rows = [cell.ours for cell in cells]
-    costs = [[row.mb_up for row in rows], [row.mb_down for row in rows]]
+    texts = [
+        format_number(statistics.fmean(values))
+        for values in ([row.mb_up for row in rows], [row.mb_down for row in rows])
+    ]
+    if not with_operations:
+        return texts
     gflops = [row.gflop for row in rows if row.gflop is not None]
-    counted = len(gflops) == len(rows)
-    if with_operations and counted:
-        costs += [gflops, [row.seconds for row in rows]]
-    texts = [format_number(statistics.fmean(values)) for values in costs]
-    if counted and any(row.counted_rounds and row.gflop for row in rows):
-        texts[2:3] = [f"≈ {text}" for text in texts[2:3]]
-    return texts if counted or not with_operations else [*texts, "–", "–"]
+    if len(gflops) < len(rows):
+        return [*texts, "–", "–"]
+    about = "≈ " if any(row.counted_rounds and row.gflop for row in rows) else ""
+    seconds = statistics.fmean(row.seconds for row in rows)
+    return [*texts, about + format_number(statistics.fmean(gflops)), format_number(seconds)]
 
 
 def _render_tuning(recipe: Recipe, tuned: Sequence[Cell]) -> list[str]:

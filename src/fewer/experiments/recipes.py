@@ -209,9 +209,7 @@ def reproduce(
             runner.seeds = min(count for count in (row.seeds, column.seeds, recipe.seeds) if count)
             ours = runner.run(parse_settings({**settings, **(changes or {})}), slugify(row.name), row.tune)
             cells.append(Cell(row.name, column.name, ours, _paper_value(row, index)))
-    if recipe.target is not None:
-        cells = [replace(cell, target_cost=_measure_target_cost(recipe.target, cell, cells)) for cell in cells]
-    return recipe, cells
+    return recipe, measure_target_costs(recipe, cells)
 
 
 def _load_other_rows(
@@ -318,6 +316,13 @@ def run_study(recipe: Recipe, cells: list[Cell], out: Path) -> Study | None:
 def _run_folders(row: str, cell: Cell, out: Path) -> list[Path]:
     """Returns the run directories of a row in the column of `cell`."""
     return [out / slugify(cell.column) / f"{slugify(row)}-seed{seed}" for seed in cell.ours.seeds]
+
+
+def measure_target_costs(recipe: Recipe, cells: list[Cell]) -> list[Cell]:
+    """Returns the cells with the costs of reaching the recipe's target, if it has one."""
+    if recipe.target is None:
+        return cells
+    return [replace(cell, target_cost=_measure_target_cost(recipe.target, cell, cells)) for cell in cells]
 
 
 def _measure_target_cost(target: str, cell: Cell, cells: Sequence[Cell]) -> TargetCost:

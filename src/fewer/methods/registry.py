@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fewer.errors import SettingError
+from collections.abc import Collection, Iterable
+
+from fewer.errors import SettingError, nearest_name
 from fewer.methods.method import Method
 from fewer.registry import METHODS
 
@@ -23,3 +25,20 @@ def find(name: str) -> type[Method]:
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise SettingError(f"'{name}' is not a method: it must be a subclass of fewer.Method")
     return method
+
+
+def find_option(name: str, settings: Collection[str], methods: Iterable[str] = ()) -> str | None:
+    """The option of a method that an unknown setting probably means; None if one of the settings is nearer.
+
+    A misspelled name is one of these methods, if there are any, and else of any method.
+    """
+    every = options_of(names())
+    if name in every:
+        return name
+    nearest = nearest_name(name, [*settings, *sorted(options_of(methods) or every)])
+    return nearest if nearest in every and nearest not in settings else None
+
+
+def options_of(methods: Iterable[str]) -> set[str]:
+    """The names of all options of these methods."""
+    return {option for method in methods for option in find(method).model_fields}

@@ -24,9 +24,10 @@ import torch
 import fewer
 from fewer.data import Data
 from fewer.data.schema import Schema
-from fewer.errors import DataError, RunError, SettingError, nearest_name
-from fewer.methods import ContextFactory, Method, Scores, find, names
+from fewer.errors import DataError, RunError, SettingError
+from fewer.methods import ContextFactory, Method, Scores, find
 from fewer.methods.capabilities import HasSettingWarnings
+from fewer.methods.registry import find_option
 from fewer.methods.standardize import standardize
 from fewer.models.frozen import hash_frozen
 from fewer.models.objective import Loss
@@ -110,7 +111,7 @@ def experiment_from_arguments(
     # These are in the groups Method and Data, but no part of such an object.
     independent = {"norm", "model_options", "freeze", "train", "loss", "metrics", "data_dir"}
     for name in settings:
-        if name not in Settings.model_fields and (option := _find_option(name)):
+        if name not in Settings.model_fields and (option := find_option(name, Settings.model_fields)):
             raise SettingError(
                 f"{option} is an option of a method: set it on the object, such as FedAvg({option}=…), "
                 f"or pass method_options={{'{option}': …}}"
@@ -142,14 +143,6 @@ def experiment_from_arguments(
         loss if callable(loss) else None,
         metrics if own_metrics else None,
     )
-
-
-def _find_option(name: str) -> str | None:
-    """The option of a method that an unknown setting probably means, if no setting is nearer."""
-    options = {option for method in names() for option in find(method).model_fields}
-    if name in options or nearest_name(name, Settings.model_fields) is None:
-        return nearest_name(name, options)
-    return None
 
 
 def _function_name(function: Any) -> str:
