@@ -14,7 +14,7 @@ from typing import Any
 
 from fewer.experiments import pages
 from fewer.experiments.recipes import Cell, load_recipe, read_results, slugify
-from fewer.experiments.studies import Study
+from fewer.experiments.studies import join_studies
 from fewer.report.style import png
 from fewer.report.tables import plot_recipe
 
@@ -43,7 +43,7 @@ def join_columns(name: str, page: Path) -> list[Path]:
         raise SystemExit(f"{name} lacks {len(missing)} cells, such as {' in '.join(missing[0])}")
     cells = [found[place] for place in planned]
     pictures = {kind: png(figure) for kind, figure in plot_recipe(recipe, cells).items()}
-    study = join_studies([content for content in contents if "study" in content])
+    study = join_studies(contents)
     command = f"fewer reproduce {name}"
     later = list(dict.fromkeys(row for content in contents for row in content.get("later", ())))
     notes = join_notes(contents)
@@ -61,17 +61,6 @@ def join_notes(contents: Sequence[Mapping[str, Any]]) -> list[str]:
         columns = ", ".join(dict.fromkeys(cell["column"] for cell in content["cells"]))
         notes += [f"{note} (columns: {columns})" for note in content.get("notes", ())]
     return notes
-
-
-def join_studies(contents: Sequence[Mapping[str, Any]]) -> Study | None:
-    """Joins the studies of several columns into one table."""
-    if not contents:
-        return None
-    metrics = {key: value for content in contents for key, value in content["study"].items()}
-    lines, *others = (content["study_page"].strip("\n").split("\n") for content in contents)
-    end = max(index for index, line in enumerate(lines) if line.startswith("|")) + 1
-    more = [line for other in others for line in other if line.startswith("|") and line not in lines]
-    return Study(["", *lines[:end], *more, *lines[end:]], metrics)
 
 
 if __name__ == "__main__":

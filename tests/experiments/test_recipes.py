@@ -16,7 +16,7 @@ import pytest
 from fewer.data.sources import EMBEDDED
 from fewer.errors import SettingError
 from fewer.experiments import Row, pages, recipes
-from fewer.experiments.studies import Study, parse_study
+from fewer.experiments.studies import Study, join_studies, parse_study
 from fewer.experiments.tune import Trial
 from fewer.methods import find
 from fewer.methods.fedmk_paper import FedMKPaper
@@ -26,7 +26,7 @@ from fewer.runs.experiment import make_method, parse_settings
 from fewer.statistics import format_interval, format_number, interval
 from tests.helpers import call
 from tools.count_operations import continue_counts, count_page
-from tools.join_columns import join_columns, join_studies
+from tools.join_columns import join_columns
 from tools.render_results import update_recipe
 
 
@@ -222,7 +222,37 @@ def test_studies_of_columns_are_joined_in_one_table() -> None:
     assert joined and joined.metrics == {"FedMK, 1 round": 20, "FedMK, 3 rounds": 20}
     rows = "| FedMK, 1 round | 20 |\n| FedMK, 3 rounds | 20 |"
     assert joined.render_markdown("x") == page.format("1 round").replace("| FedMK, 1 round | 20 |", rows)
-    assert join_studies([]) is None
+    newer = {"study": {"FedMK, 1 round": 7}, "study_page": page.format("1 round").replace("20", "7")}
+    again = join_studies([joined.as_json("x"), newer])
+    assert again and again.metrics == {"FedMK, 1 round": 7, "FedMK, 3 rounds": 20}
+    assert again.render_markdown("x") == joined.render_markdown("x").replace("1 round | 20", "1 round | 7")
+    assert join_studies([]) is None and join_studies([{"cells": []}]) is None
+
+
+def test_a_row_is_added_to_a_table_with_a_study(tmp_path: Path) -> None:
+    file, results = tmp_path / "small.toml", tmp_path / "results"
+    recipe = RECIPE.replace("seeds = 2\ntrials = 4", "seeds = 1\ntrials = 1").replace(
+        "clients = 6", "fraction = 0.5\nmodel = 'mlp'"
+    )
+    recipe = recipe.replace("tune = true", "") + '[study]\nname = "unused"\n'
+    file.write_text(recipe)
+    args: list[str | Path] = ["reproduce", file, "--results", results]
+    call(*args, "--out", tmp_path / "runs")
+    before = json.loads((results / "small.json").read_text())
+    before |= {"notes": ["Made earlier."], "later": ["FedProx, tuned"]}
+    (results / "small.json").write_text(json.dumps(before))
+    file.write_text(recipe + '[[row]]\nname = "FedDyn"\nmethod = "feddyn"\n')
+    text = call(*args, "--row", "FedDyn", "--out", tmp_path / "more").stdout
+    after = json.loads((results / "small.json").read_text())
+    assert after["study"].keys() - before["study"].keys() == {"FedDyn, α = 0.5", "FedDyn, α = 5"}
+    assert after["study"].items() >= before["study"].items()
+    assert [cell for cell in after["cells"] if cell["row"] != "FedDyn"] == before["cells"]
+    assert after["notes"] == ["Made earlier."] and after["later"] == ["FedProx, tuned", "FedDyn"]
+    unused = [line for line in text.splitlines() if line.startswith("| ") and ", α = " in line]
+    assert len(unused) == 6 and "FedDyn, α = 5" in unused[-1]
+    file.write_text(recipe.replace('"unused"', '"embedding"'))
+    refused = call(*args, "--row", "FedAvg, given", "--out", tmp_path / "refused", code=2).stderr
+    assert "has a study over all its rows" in " ".join(refused.split())
 
 
 def test_recipes_are_listed_and_valid() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from fewer.data import Samples
 from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer, draw_batches, sgd
-from fewer.learning.sgd import draw_subset
+from fewer.learning.sgd import clip_gradients, draw_subset
 from fewer.methods.fedavg import FedAvg
 from fewer.models import get_weights
 from tests.methods.linear_harness import CLASSES, FEATURES, PAIRS
@@ -53,7 +54,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def torch_loop(net: nn.Module, batches: list[tuple[Tensor, Tensor]], name: str, schedule: str) -> None:
+def torch_loop(
+    net: nn.Module, batches: list[tuple[Tensor, Tensor]], name: str, schedule: str, clip: float = math.inf
+) -> None:
     """Trains with torch.optim, as its documentation shows."""
     classes: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     optimizer = classes[name.split()[0]](net.parameters(), 0.05, **OPTIMIZERS[name])
@@ -66,6 +69,7 @@ def torch_loop(net: nn.Module, batches: list[tuple[Tensor, Tensor]], name: str, 
     for x, y in batches:
         optimizer.zero_grad()
         F.cross_entropy(net(x), y).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
         scheduler.step()
 
@@ -81,6 +85,31 @@ def test_optimizers_and_schedules_are_those_of_torch(name: str, schedule: str) -
     sgd(net, iter(batches), 0.05, optimizer=options)
     for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("limit", [0.5, 10.0])
+def test_gradients_are_clipped_to_a_norm(limit: float) -> None:
+    gradients = torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])
+    clip_gradients(limit, gradients)
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    assert torch.isclose(norm, torch.tensor(min(limit, 5.0)))
+    assert torch.isclose(gradients[1][0, 0] / gradients[0][0], torch.tensor(4 / 3))
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_steps_are_clipped_as_in_torch(schedule: str) -> None:
+    net = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    expected = copy.deepcopy(net)
+    batches = [(torch.from_numpy(x).double(), torch.from_numpy(y)) for x, y in PAIRS if len(y)] * 3
+    torch_loop(expected, batches, "sgd", schedule, clip=0.1)
+    options: Any = {"momentum": 0.9, "lr_schedule": schedule, "clip_norm": 0.1}
+    sgd(net, iter(batches), 0.05, optimizer=LocalOptimizer(**options))
+    for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)  # torch divides by the norm + 1e-6
+    unclipped = copy.deepcopy(net)
+    sgd(unclipped, iter(batches), 0.05, optimizer=LocalOptimizer(clip_norm=1e9))
+    sgd(net, iter(batches), 0.05)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), unclipped.parameters(), strict=True))
 
 
 def test_momentum_is_refused_for_adam() -> None:

@@ -17,7 +17,7 @@ from fewer.learning.aggregate import stack_models
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.methods.condensed import concatenate_images
 from fewer.methods.fedmk import FedMK
-from fewer.methods.fedmk_avg import FedMKAvg, LRSchedule, clip_gradients, mix_by_class, mix_pairs
+from fewer.methods.fedmk_avg import FedMKAvg, LRSchedule, keep_unheld, mix_by_class, mix_pairs
 from fewer.models import Task, get_weights
 from fewer.runtime import HandlerRunner, Inline
 from tests.helpers import Interrupt
@@ -131,13 +131,12 @@ def test_pairs_are_mixed_with_their_targets() -> None:
     assert torch.allclose(soft.sum(1), torch.ones(4)) and bool(((soft > 0) & (soft < 1)).any())
 
 
-@pytest.mark.parametrize("limit", [0.5, 10.0])
-def test_gradients_are_clipped_to_a_norm(limit: float) -> None:
-    gradients = torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])
-    clip_gradients(limit, [], gradients)
-    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-    assert torch.isclose(norm, torch.tensor(min(limit, 5.0)))
-    assert torch.isclose(gradients[1][0, 0] / gradients[0][0], torch.tensor(4 / 3))
+def test_an_image_of_a_class_that_no_client_holds_keeps_its_label() -> None:
+    counts = torch.tensor([[2, 0, 1], [1, 0, 0]])
+    soft = torch.tensor([[0.25, 0.0, 0.75]])
+    assert torch.equal(keep_unheld(soft, torch.tensor([[0.0, 0.0, 1.0]]), counts), soft)
+    mixed = keep_unheld(soft, torch.tensor([[0.0, 0.4, 0.6]]), counts)  # two fifths of an image of class 1
+    assert torch.allclose(mixed, torch.tensor([[0.15, 0.4, 0.45]]))
 
 
 @pytest.mark.parametrize("condense_rounds", [1, 2])

@@ -234,6 +234,7 @@ def reproduce(
     [dim]fewer reproduce baselines/mnist --quick[/dim]
     """
     from fewer.experiments import pages, recipes
+    from fewer.experiments.studies import join_studies
     from fewer.report.style import png
     from fewer.report.tables import plot_recipe, write_study
     from fewer.runs.progress import show_progress
@@ -261,11 +262,16 @@ def reproduce(
             callbacks=progress,
             track=track or (),
         )
-    study = recipes.run_study(recipe, cells, folder)
+    earlier = json.loads((results / f"{stem}.json").read_text()) if row else {}
+    study = recipes.run_study(recipe, [cell for cell in cells if not row or cell.row in row], folder)
+    if row and study:
+        study = join_studies([earlier, study.as_json(stem)])
     chosen_columns = "".join(f' --column "{title}"' for title in column or ())
     command = f"fewer reproduce {name}" + (" --quick" if quick else "") + chosen_columns
     pictures = {kind: png(figure) for kind, figure in plot_recipe(recipe, cells).items()}
-    written = pages.write_results(stem, recipe, cells, results, command, quick, pictures, study, row or ())
+    later = list(dict.fromkeys([*earlier.get("later", ()), *(row or ())]))
+    notes = earlier.get("notes", ())
+    written = pages.write_results(stem, recipe, cells, results, command, quick, pictures, study, later, notes)
     if study:
         write_study(study, written[0].with_suffix(""))
     if not printing.write_json(json_file, json.loads(written[1].read_text())):

@@ -69,7 +69,7 @@ def write_results(
         "machine": describe_machine(),
         **({"later": list(later)} if later else {}),
         "cells": [asdict(cell) for cell in cells],
-        **({"study": study.metrics, "study_page": study.render_markdown(stem.name)} if study else {}),
+        **(study.as_json(stem.name) if study else {}),
         **({"notes": list(notes)} if notes else {}),
     }
     data.write_text(json.dumps(content, indent=1) + "\n")

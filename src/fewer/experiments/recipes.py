@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from fewer.errors import SettingError, setting_error, unknown_name
 from fewer.experiments.compare import Row, SeedRunner, assign_options
-from fewer.experiments.studies import COLUMN_STUDIES, CellRuns, Study, parse_study
+from fewer.experiments.studies import CELL_STUDIES, COLUMN_STUDIES, CellRuns, Study, parse_study
 from fewer.experiments.targets import TargetCost, best_value, cost_to_reach
 from fewer.experiments.tune import TRIALS, Trial, mean_client_value, pooled_value
 from fewer.methods import find
@@ -219,8 +219,8 @@ def _load_other_rows(
     known = [row.name for row in recipe.row]
     for wrong in [row for row in rows if row not in known]:
         raise unknown_name("row", wrong, known)
-    if recipe.study:
-        raise SettingError(f"recipe '{name}' compares the runs of all its rows; run it without --row")
+    if recipe.study and recipe.study.get("name") not in CELL_STUDIES:
+        raise SettingError(f"recipe '{name}' has a study over all its rows; run it without --row")
     if not published.is_file():
         raise SettingError(f"--row keeps the other rows of {published}, which does not exist; run all rows first")
     earlier, cells = read_results(json.loads(published.read_text()))

@@ -83,6 +83,10 @@ class Study:
     images: list[AttackImages] = field(default_factory=list)
     cloud_plots: list[CloudPlot] = field(default_factory=list)
 
+    def as_json(self, stem: str) -> dict[str, Any]:
+        """What a result file holds of the study."""
+        return {"study": self.metrics, "study_page": self.render_markdown(stem)}
+
     def render_markdown(self, stem: str) -> str:
         """Renders the lines, then the pictures, which are stored next to the page as STEM-NAME.png."""
         lines = list(self.lines)
@@ -106,6 +110,26 @@ def parse_study(options: Mapping[str, Any]) -> Callable[[Sequence[CellRuns]], St
         if not isinstance(value, int | list):
             raise SettingError(f"study {name}: {option} must be an integer or a list of numbers, got {value!r}")
     return partial(STUDIES[name], **arguments)
+
+
+def join_studies(parts: Sequence[Mapping[str, Any]]) -> Study | None:
+    """Joins the studies of several result files into one table. A line of a later file replaces that of an earlier one.
+
+    None if no file has a study.
+    """
+    parts = [part for part in parts if "study" in part]
+    if not parts:
+        return None
+    pages = [part["study_page"].strip("\n").split("\n") for part in parts]
+    table = {line.split(" | ")[0]: line for page in pages for line in page if line.startswith("|")}
+    before, after = ([line for line in group if not line.startswith("|")] for group in _split_at_table(pages[0]))
+    metrics = {key: value for part in parts for key, value in part["study"].items()}
+    return Study(["", *before, *table.values(), *after], metrics)
+
+
+def _split_at_table(lines: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    start = next(index for index, line in enumerate(lines) if line.startswith("|"))
+    return lines[:start], lines[start:]
 
 
 def leakage(cells: Sequence[CellRuns], clients: int = 10, steps: int = 500, starts: int = 2) -> Study:
@@ -305,3 +329,5 @@ STUDIES: dict[str, Callable[..., Study]] = {
 }
 COLUMN_STUDIES = {"emd", "embedding"}
 """Studies that need all columns of a table."""
+CELL_STUDIES = {"copies", "canaries", "unused"}
+"""Studies that write one line for each cell, so that their pages can be joined."""

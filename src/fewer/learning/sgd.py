@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -42,6 +42,8 @@ class LocalOptimizer(BaseModel):
     """Weight decay of local training: an L2 penalty for sgd and adam, decoupled for adamw."""
     lr_schedule: Literal["constant", "cosine", "linear"] = _neutral("constant")
     """Learning rate over the local steps of a round: constant, or down to 0 along a cosine or a line."""
+    clip_norm: PositiveFloat | None = _neutral(None)
+    """Largest norm of the gradient in local training; null means no limit."""
 
     @field_validator("momentum")
     @classmethod
@@ -52,6 +54,17 @@ class LocalOptimizer(BaseModel):
 
     def make_step(self, parameters: list[Tensor], lr: float, steps: int) -> Step:
         """Returns the function that takes one of `steps` steps."""
+        take_step = self._make_unclipped_step(parameters, lr, steps)
+        if (limit := self.clip_norm) is None:
+            return take_step
+
+        def clipped_step(gradients: tuple[Tensor, ...]) -> None:
+            clip_gradients(limit, gradients)
+            take_step(gradients)
+
+        return clipped_step
+
+    def _make_unclipped_step(self, parameters: list[Tensor], lr: float, steps: int) -> Step:
         if (self.optimizer, self.momentum, self.weight_decay, self.lr_schedule) == ("sgd", 0, 0, "constant"):
             return lambda gradients: torch._foreach_add_(parameters, gradients, alpha=-lr)
         optimizer: torch.optim.Optimizer
@@ -77,6 +90,12 @@ class LocalOptimizer(BaseModel):
 
 
 PLAIN_SGD = LocalOptimizer()
+
+
+def clip_gradients(limit: float, gradients: tuple[Tensor, ...]) -> None:
+    """Scales the gradients in place, so that the norm of all together is at most `limit`."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    torch._foreach_mul_(gradients, (limit / norm.clamp_min(limit)))
 
 
 def draw_batches(num_samples: int, steps: int, batch_size: int, stream: torch.Generator) -> Tensor:

@@ -6,7 +6,7 @@ clients' models are its teachers. f_k is the model of client k, and n_kc is its 
 - Rounds 1 to `condense_rounds`: a client condenses its samples (fedmk.py), and trains the global model on them. It
   sends D̂, f_k and n_kc. The server averages the models by size. It then trains the mean on D̂, augmented and mixed in
   pairs, with the targets (1 − λ) · label + λ · p(x), where p(x)_c ∝ Π_k softmax(f_k(x))_c ^ (n_kc / Σ_j n_jc). So a
-  client has no say on classes that it does not hold.
+  client has no say on classes that it does not hold. Images of a class that no client holds keep their label.
 - Every later round: a client trains the global model w, w ← w − η_s ∇ℓ(w; b) in step s. The server averages the models
   by size (fedavg.py). Up to round `distill_until`, it then trains the mean on the D̂ that it has, as in round 1.
 
@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -219,6 +218,7 @@ class FedMKAvg(FedMK):
                 x, targets = mix_pairs(x, targets, stream)
             with torch.no_grad():
                 soft = mix_by_class([teacher(x) for teacher in teachers], counts)
+                soft = keep_unheld(soft, targets, counts)
             return F.cross_entropy(net(x), torch.lerp(targets, soft, self.teacher_weight))
 
         steps, lr = self.server_steps, self.server_lr or self.inner_lr
@@ -248,11 +248,10 @@ class FedMKAvg(FedMK):
     ) -> Weights:
         """The model after this many steps of training."""
         net = client.net(model)
-        optimizer = LocalOptimizer(momentum=self.local_momentum, lr_schedule=schedule)
+        optimizer = LocalOptimizer(momentum=self.local_momentum, lr_schedule=schedule, clip_norm=self.clip_norm)
         batches = self.local_batches(client, steps, images, labels)
         loss = calibrated_loss(client) if self.calibrate else task_loss(client.task)
-        clip = None if self.clip_norm is None else partial(clip_gradients, self.clip_norm)
-        sgd(net, batches, self.lr, clip, loss, optimizer, steps)
+        sgd(net, batches, self.lr, loss=loss, optimizer=optimizer, steps=steps)
         return get_weights(net)
 
     def local_batches(
@@ -287,6 +286,12 @@ def mix_by_class(logits: Sequence[Tensor], counts: Tensor) -> Tensor:
     return mixed.masked_fill(counts.sum(0) <= 0, -torch.inf).softmax(1)
 
 
+def keep_unheld(soft: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+    """Teachers' opinions, with the label's share of each image for the classes that no client holds."""
+    unheld = targets * (counts.sum(0) <= 0)
+    return soft * (1 - unheld.sum(1, keepdim=True)) + unheld
+
+
 def mix_pairs(x: Tensor, targets: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
     """a · image + (1 − a) · another image of the batch, with a uniform in [0, 1] for each; targets alike."""
     a = torch.rand(len(x), generator=stream).to(x)
@@ -295,12 +300,6 @@ def mix_pairs(x: Tensor, targets: Tensor, stream: torch.Generator) -> tuple[Tens
         torch.lerp(x[partner], x, a.view(-1, *[1] * (x.dim() - 1))),
         torch.lerp(targets[partner], targets, a[:, None]),
     )
-
-
-def clip_gradients(limit: float, parameters: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
-    """Scales the gradients in place, so that the norm of all together is at most `limit`."""
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    torch._foreach_mul_(gradients, (limit / norm.clamp_min(limit)))
 
 
 def calibrated_loss(client: Client) -> Loss:
