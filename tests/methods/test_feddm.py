@@ -13,6 +13,7 @@ from torch import nn
 import fewer
 from fewer import FedDM
 from fewer.errors import SettingError
+from fewer.methods import feddm
 from fewer.methods.feddm import feature_reader, limit_distance, matching_loss, perturb_weights
 from fewer.models import Task, get_weights, split_net
 from fewer.wire import decode
@@ -91,6 +92,21 @@ def test_condense_is_sgd_with_momentum_on_the_matching_loss(tmp_path: Path) -> N
     assert {label: len(part) for label, part in sent.items()} == {"0": 2, "1": 0, "2": 2}
     assert torch.allclose(torch.cat([sent["0"], sent["2"]]), images, atol=1e-5)
     assert labels.tolist() == [0, 0, 2, 2]
+
+
+def test_samples_start_from_class_statistics_where_a_class_has_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feddm, "MIN_SAMPLES", 6)  # client 0 has 7 samples of class 0 and 5 of class 2
+    client = make_client(tmp_path, 0)
+    method = FedDM(**{**SMALL, "matching_steps": 1}, matching_lr=1e-30, start="class")
+    sent = method.condense(client, client.initial_weights())["knowledge"]
+    draw = client.stream("images")
+    uniform = 2 * torch.rand(4, 1, 8, 8, generator=draw) - 1
+    x, _ = client.train.pick(torch.nonzero(client.train.labels == 0).squeeze(1))
+    weights = torch.randn(2, 7, generator=draw) / 7**0.5
+    gaussian = x.mean(0) + torch.einsum("sn,nchw->schw", weights, x - x.mean(0))
+    assert torch.allclose(sent["0"], gaussian, atol=1e-5) and torch.equal(sent["2"], uniform[2:])
 
 
 def test_the_server_trains_on_the_samples_of_this_round(tmp_path: Path) -> None:

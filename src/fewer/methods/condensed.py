@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -58,3 +59,10 @@ def snapshot(round: int, knowledge: Mapping[int, Knowledge], new: Mapping[int, K
     """One image per class of the client that was the first to send D̂, if it sent a new one this round."""
     first = next(iter(knowledge))
     return {round: {label: images[:1] for label, images in new[first].items()}} if first in new else {}
+
+
+def draw_gaussian(x: Tensor, count: int, stream: torch.Generator) -> Tensor:
+    """Draws from the Gaussian with the mean and covariance of the samples x: μ + Σᵢ εᵢ (xᵢ − μ) / √n."""
+    weights = torch.randn(count, len(x), generator=stream).to(x) / math.sqrt(len(x))
+    mean = x.mean(0)
+    return mean + (weights @ (x - mean).flatten(1)).view(count, *x.shape[1:])

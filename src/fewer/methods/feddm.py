@@ -13,7 +13,8 @@ CVPR 2023, Algorithm 1. w_r is the global model in round r, h are the features t
 Departures:
 
 - S starts from noise, U[−1, +1]. The paper starts from real samples, and clients would upload near-copies of private
-  data.
+  data. With `start = class`, S starts from a Gaussian with the mean and covariance of the class, as in fedmk.py; a
+  class with fewer than 30 samples still starts from U[−1, +1].
 - All classes move in one step; the paper sums their losses as well.
 - Nets lie on the sphere of radius ρ. A Gaussian that is truncated to the ball has nearly all of its mass there.
 - A fixed number of server steps, which are projected back to the ball at the end.
@@ -25,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -34,13 +35,15 @@ from torch import Tensor, nn
 from fewer.learning import LocalOptimizer, draw_batches, sgd
 from fewer.learning.prototypes import class_prototypes
 from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, SearchSpace, Server
-from fewer.methods.condensed import Knowledge, concatenate_images, draw_grids
+from fewer.methods.condensed import Knowledge, concatenate_images, draw_gaussian, draw_grids
 from fewer.models import Task, Weights, all_finite, get_weights, load_weights
 from fewer.models.split import find_head
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client, on_server
 from fewer.wire import Shaped
 
+MIN_SAMPLES = 30
+"""Samples of a class that S may start from; a Gaussian of fewer would be close to single ones."""
 MAX_PIXEL = 1e3
 """The largest absolute value of a synthetic input, in normalized units."""
 
@@ -62,6 +65,8 @@ class FedDM(Method[FedDMState]):
     needs: ClassVar[Needs] = "classes"
     tunable: ClassVar[SearchSpace] = {"server_lr": (0.003, 0.01, 0.03, 0.1), "matching_lr": (0.3, 1.0, 3.0, 10.0)}
 
+    start: Literal["uniform", "class"] = Field(default="uniform", json_schema_extra={"neutral": True})
+    """Noise that S starts from: uniform in [−1, 1], or Gaussian with the mean and covariance of the class."""
     per_class: PositiveInt = 10
     """Synthetic samples per class."""
     radius: PositiveFloat = 5.0
@@ -112,8 +117,13 @@ class FedDM(Method[FedDMState]):
         classes = torch.unique(y)
         indices_by_class = [torch.nonzero(y == label).squeeze(1).cpu() for label in classes]
         labels = classes.repeat_interleave(self.per_class)
-        noise = torch.rand(len(labels), *client.task.shape, generator=client.stream("images"))
-        images = (2 * noise - 1).to(labels.device).requires_grad_()
+        noise = client.stream("images")
+        images = (2 * torch.rand(len(labels), *client.task.shape, generator=noise) - 1).to(labels.device)
+        if self.start == "class":
+            for label, indices in zip(classes, indices_by_class, strict=True):
+                if len(indices) >= MIN_SAMPLES:
+                    images[labels == label] = draw_gaussian(client.train.pick(indices)[0], self.per_class, noise)
+        images.requires_grad_()
         optimizer = torch.optim.SGD([images], self.matching_lr, momentum=self.matching_momentum)
         net = client.net(model).requires_grad_(False)
         with feature_reader(client.task, net) as read:

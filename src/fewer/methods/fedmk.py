@@ -60,7 +60,6 @@ fedmk_paper.py lists all departures of `fedmk-paper`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -80,7 +79,7 @@ from fewer.learning.generator import Generator, GeneratorOutput, build_generator
 from fewer.learning.match import PerturbedNets, RandomNets, TrainedNets, match_statistics
 from fewer.learning.sgd import Loss, cross_entropy
 from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, SearchSpace, Server
-from fewer.methods.condensed import Knowledge, concatenate_images, draw_grids, snapshot
+from fewer.methods.condensed import Knowledge, concatenate_images, draw_gaussian, draw_grids, snapshot
 from fewer.models import Task, Weights, all_finite, get_weights
 from fewer.models.split import find_head
 from fewer.registry import METHODS
@@ -500,13 +499,6 @@ class FedMK(Method[FedMKState]):
     def image_grids(self, state: FedMKState) -> list[ImageGrid]:
         """D̂ by client and class, and the D̂ of one client by round."""
         return draw_grids(state.knowledge, state.image_history)
-
-
-def draw_gaussian(x: Tensor, count: int, stream: torch.Generator) -> Tensor:
-    """Draws from the Gaussian with the mean and covariance of the samples x: μ + Σᵢ εᵢ (xᵢ − μ) / √n."""
-    weights = torch.randn(count, len(x), generator=stream).to(x) / math.sqrt(len(x))
-    mean = x.mean(0)
-    return mean + (weights @ (x - mean).flatten(1)).view(count, *x.shape[1:])
 
 
 def class_balance(labels: Tensor) -> Tensor:
