@@ -54,8 +54,8 @@ ONE_INNER_STEP = {"labels": "held", "inner_steps": 1, "restart_every": 1, "serve
 FAULTS = {"drop": 0.15, "slow": 0.15, "corrupt": 0.15, "seed": 3, "clients": 8, "cohort": 8}
 
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("local", "fedavg", "fedavg-augmented", "fedprox", "feddistill", "feddistill-logits")},
-    **{name: {} for name in ("fedensemble", "fedgen")},
+    **{name: {} for name in ("local", "fedavg", "fedavg-augmented", "fedavg-calibrated", "fedprox")},
+    **{name: {} for name in ("fedensemble", "fedgen", "feddistill", "feddistill-logits")},
     **{name: {"method_options": SYNTHESIS} for name in ("dense", "co-boosting")},
     "feddm": {"method_options": {"per_class": 2, "matching_steps": 5, "real_per_class": 8, "server_steps": 10}},
     "fusefl": {"rounds": 2, "method_options": {"local_steps": 20}},

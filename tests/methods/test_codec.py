@@ -40,7 +40,20 @@ EXACT = {
         name: {SCORE}
         for name in ("fedavg-ft", "fedseq", "fedelmy", "fedopt", "fedavgm", "fedadam", "fedyogi", "fedadagrad")
     },
-    **{name: {SCORE} for name in ("scaffold", "fednova", "feddyn", "moon", "fedper", "fedrep", "fedbabu", "lg-fedavg")},
+    **{
+        name: {SCORE}
+        for name in (
+            "fedavg-calibrated",
+            "scaffold",
+            "fednova",
+            "feddyn",
+            "moon",
+            "fedper",
+            "fedrep",
+            "fedbabu",
+            "lg-fedavg",
+        )
+    },
     **{name: {SCORE} for name in ("ditto", "apfl", "fedproto", "fedala", "fedrod", "dbe", "knn-per")},
     **{name: {SCORE} for name in ("fedncm", "fedcof", "fed3r", "fedpft", "fedavg-head")},
     "fedgen": {SCORE, ("train_with_generator", "class_weights")},

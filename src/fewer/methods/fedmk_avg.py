@@ -17,8 +17,7 @@ Local training:
 - In round 1, η_s decays to 0 along a cosine: the models are teachers. In later rounds, η_s is constant: averaging takes
   out the noise of large steps.
 - `calibrate`: the loss is the cross-entropy of f(x)_c + log((n_kc + 1) / (n_k + C)), so that a model does not unlearn
-  classes that its client lacks. Menon et al.: Long-Tail Learning via Logit Adjustment, ICLR 2021; Zhang et al.:
-  Federated Learning with Label Distribution Skew via Logits Calibration, ICML 2022.
+  classes that its client lacks (fedavg_calibrated.py).
 
 Options that are off by default:
 
@@ -42,10 +41,10 @@ from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer, draw_batches, sgd, task_loss
 from fewer.learning.aggregate import stack_models, unstack_models
 from fewer.learning.augment import apply_affine, draw_affine
-from fewer.learning.sgd import Loss
 from fewer.methods import MAX_SAMPLES, Client, SearchSpace, Server
 from fewer.methods.condensed import Knowledge, concatenate_images
 from fewer.methods.fedavg import average_by_size, model_schema, train_models
+from fewer.methods.fedavg_calibrated import calibrated_loss, count_classes
 from fewer.methods.fedmk import FedMK, FedMKState
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
@@ -270,11 +269,6 @@ class FedMKAvg(FedMK):
             yield apply_affine(x, draw_affine(len(x), moves)) if self.augment_local else x, y
 
 
-def count_classes(client: Client) -> Tensor:
-    """The number of the client's samples of each class (n_kc)."""
-    return torch.bincount(client.train.labels, minlength=client.task.classes)
-
-
 def mix_by_class(logits: Sequence[Tensor], counts: Tensor) -> Tensor:
     """p(x)_c ∝ Π_k softmax(f_k(x))_c ^ (n_kc / Σ_j n_jc); 0 for classes that no client holds.
 
@@ -300,10 +294,3 @@ def mix_pairs(x: Tensor, targets: Tensor, stream: torch.Generator) -> tuple[Tens
         torch.lerp(x[partner], x, a.view(-1, *[1] * (x.dim() - 1))),
         torch.lerp(targets[partner], targets, a[:, None]),
     )
-
-
-def calibrated_loss(client: Client) -> Loss:
-    """Cross-entropy of the scores plus log((n_c + 1) / (n + classes)), for n_c of the client's n samples in class c."""
-    counts = count_classes(client) + 1
-    shift = (counts / counts.sum()).log()
-    return lambda net, x, y: client.task.loss(net(x) + shift, y)
