@@ -99,7 +99,7 @@ class FedMKAvg(FedMK):
     """Momentum of local training."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest norm of the gradient in local training; null means no limit."""
-    calibrate: bool = False
+    calibrate: bool = True
     """Whether local training adds the log of the client's class frequencies to the scores."""
     augment_local: bool = True
     """Whether images in local training are randomly rotated, scaled and shifted."""
