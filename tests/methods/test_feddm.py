@@ -14,6 +14,7 @@ import fewer
 from fewer import FedDM
 from fewer.errors import SettingError
 from fewer.methods import feddm
+from fewer.methods.condensed import draw_gaussian
 from fewer.methods.feddm import feature_reader, limit_distance, matching_loss, perturb_weights
 from fewer.models import Task, get_weights, split_net
 from fewer.wire import decode
@@ -104,8 +105,7 @@ def test_samples_start_from_class_statistics_where_a_class_has_enough(
     draw = client.stream("images")
     uniform = 2 * torch.rand(4, 1, 8, 8, generator=draw) - 1
     x, _ = client.train.pick(torch.nonzero(client.train.labels == 0).squeeze(1))
-    weights = torch.randn(2, 7, generator=draw) / 7**0.5
-    gaussian = x.mean(0) + torch.einsum("sn,nchw->schw", weights, x - x.mean(0))
+    gaussian = draw_gaussian(x, 2, draw)
     assert torch.allclose(sent["0"], gaussian, atol=1e-5) and torch.equal(sent["2"], uniform[2:])
 
 

@@ -183,7 +183,10 @@ def test_local_training_is_sgd(
     net.load_state_dict(model)
     indices = torch.randint(len(client.train), (3, 4), generator=client.stream("batches"))
     counts = torch.tensor([float(n) for n in COUNTS[1]])
-    shift = torch.log((counts + 1) / (counts.sum() + 3)) if calibrate else torch.zeros(3)
+    frequencies = (counts + 1) / (counts.sum() + 3)
+    if mixed:  # 2 of 6 images in a batch, 2/5, 2/5 and 1/5 of them of the classes
+        frequencies = (4 * frequencies + 2 * torch.tensor([0.4, 0.4, 0.2])) / 6
+    shift = frequencies.log() if calibrate else torch.zeros(3)
     buffers = [torch.zeros_like(parameter) for parameter in net.parameters()]
     for step, batch in enumerate(indices):
         x, y = client.train.pick(batch)

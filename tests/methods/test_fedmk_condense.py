@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.linalg import sqrtm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.data import from_clients
 from fewer.learning.augment import apply_affine, cut_tiles, draw_affine
+from fewer.methods import fedmk
+from fewer.methods.condensed import draw_gaussian
 from fewer.methods.context import Client, ContextFactory
 from fewer.methods.fedmk import FedMK, FedMKState, class_balance
 from fewer.runtime import Unable, stream
@@ -202,7 +205,10 @@ def test_d_starts_from_uniform_noise(tmp_path: Path) -> None:
     assert images.std() == pytest.approx(1 / math.sqrt(3), rel=0.02)
 
 
-def test_d_starts_from_noise_with_the_mean_and_covariance_of_the_class(tmp_path: Path) -> None:
+def test_d_starts_from_noise_with_the_mean_and_covariance_of_the_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fedmk, "SAMPLES_PER_DRAW", 0)
     client = make_client(tmp_path, 0)  # holds the classes 0 and 2
     method = FedMK(start="class", per_class=20_000)
     labels = torch.tensor([0, 1, 2]).repeat_interleave(20_000)
@@ -216,6 +222,27 @@ def test_d_starts_from_noise_with_the_mean_and_covariance_of_the_class(tmp_path:
     tiled = FedMK(start="class", per_class=20_000, tiles=2).initial_images(client, labels, {}, client.train)
     small = cut_tiles(tiled[labels == 0][:5000], 2)
     assert torch.allclose(small.mean(), x[y == 0].mean(), atol=0.05)
+
+
+def test_a_class_needs_twice_as_many_samples_as_images_that_start_from_it(tmp_path: Path) -> None:
+    client = make_client(tmp_path, 0)  # 7 samples of class 0
+    for per_class, starts in ((3, True), (4, False)):
+        labels = torch.zeros(per_class, dtype=torch.long)
+        images = FedMK(start="class", per_class=per_class).initial_images(client, labels, {}, client.train)
+        uniform = FedMK(per_class=per_class).initial_images(client, labels, {}, client.train)
+        assert torch.equal(images, uniform) != starts
+
+
+def test_draws_of_a_gaussian_show_only_the_mean_and_the_covariance() -> None:
+    x = torch.randn(6, 2, 3, generator=stream("x"), dtype=torch.float64)
+    draws = draw_gaussian(x, 4, stream("draws"))
+    noise, flat = torch.randn(4, 6, generator=stream("draws")).double(), x.flatten(1)
+    root = sqrtm(flat.T.cov(correction=0).numpy()).real
+    assert torch.allclose(draws, (flat.mean(0) + noise @ torch.from_numpy(root)).view(4, 2, 3), atol=1e-6)
+    axis = torch.tensor([[1.0, -1, 2, -2, 3, -3]], dtype=torch.float64)  # orthogonal to the mean
+    others = flat - 2 * axis.T @ (axis @ flat) / axis.square().sum()  # a reflection
+    assert not torch.allclose(others, flat, atol=0.1)
+    assert torch.allclose(draw_gaussian(others.view(6, 2, 3), 4, stream("draws")), draws, atol=1e-6)
 
 
 def test_d_starts_from_shared_images_by_class_and_noise_otherwise(tmp_path: Path) -> None:

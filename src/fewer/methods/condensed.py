@@ -14,6 +14,8 @@ from fewer.runtime import Aggregation
 
 Knowledge = dict[str, Tensor]
 """D̂ of one client: the images of each class, by class number. A class that it does not send has no images."""
+SAMPLES_PER_DRAW = 2
+"""Samples of a class for each image that starts from its Gaussian. As many draws as samples would span all samples."""
 MAX_SHOWN = 10
 """The most clients, or rounds, in an image grid."""
 
@@ -62,7 +64,14 @@ def snapshot(round: int, knowledge: Mapping[int, Knowledge], new: Mapping[int, K
 
 
 def draw_gaussian(x: Tensor, count: int, stream: torch.Generator) -> Tensor:
-    """Draws from the Gaussian with the mean and covariance of the samples x: μ + Σᵢ εᵢ (xᵢ − μ) / √n."""
-    weights = torch.randn(count, len(x), generator=stream).to(x) / math.sqrt(len(x))
-    mean = x.mean(0)
-    return mean + (weights @ (x - mean).flatten(1)).view(count, *x.shape[1:])
+    """Draws from the Gaussian with the mean μ and the covariance C of the samples x: μ + C^½ ε, with C^½ symmetric.
+
+    Whoever knows the seed knows ε. The draws then tell of the samples what μ and C^½ do. Random mixtures of samples
+    have the same distribution, but with known weights they are linear equations in the samples.
+    """
+    flat = x.flatten(1)
+    mean = flat.mean(0)
+    noise = torch.randn(count, flat.shape[1], generator=stream).to(x)
+    _, scales, axes = torch.linalg.svd(flat - mean, full_matrices=False)
+    draws: Tensor = mean + (noise @ axes.T * (scales / math.sqrt(len(x)))) @ axes
+    return draws.view(count, *x.shape[1:])

@@ -36,14 +36,19 @@ class FedAvgCalibrated(FedAvg):
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """w ← w − η ∇ℓ(w; b) for each batch b, in place, where ℓ sees calibrated scores."""
-        self.train_net(net, client, loss=calibrated_loss(client))
+        self.train_net(net, client, loss=calibrated_loss(client, class_frequencies(client)))
 
 
-def calibrated_loss(client: Client) -> Loss:
-    """The loss of the scores plus log((n_kc + 1) / (n_k + C))."""
+def calibrated_loss(client: Client, frequencies: Tensor) -> Loss:
+    """The loss of the scores plus the log of these class frequencies. Outputs beyond the classes are left out."""
+    shift = frequencies.log()
+    return lambda net, x, y: client.task.loss(net(x)[:, : len(shift)] + shift, y)
+
+
+def class_frequencies(client: Client) -> Tensor:
+    """(n_kc + 1) / (n_k + C)"""
     counts = count_classes(client) + 1
-    shift = (counts / counts.sum()).log()
-    return lambda net, x, y: client.task.loss(net(x) + shift, y)
+    return counts / counts.sum()
 
 
 def count_classes(client: Client) -> Tensor:

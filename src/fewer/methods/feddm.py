@@ -14,7 +14,7 @@ Departures:
 
 - S starts from noise, U[−1, +1]. The paper starts from real samples, and clients would upload near-copies of private
   data. With `start = class`, S starts from a Gaussian with the mean and covariance of the class, as in fedmk.py; a
-  class with fewer than 30 samples still starts from U[−1, +1].
+  class with fewer than 30 samples, or than twice as many as images, still starts from U[−1, +1].
 - All classes move in one step; the paper sums their losses as well.
 - Nets lie on the sphere of radius ρ. A Gaussian that is truncated to the ball has nearly all of its mass there.
 - A fixed number of server steps, which are projected back to the ball at the end.
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from fewer.learning import LocalOptimizer, draw_batches, sgd
 from fewer.learning.prototypes import class_prototypes
 from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, SearchSpace, Server
-from fewer.methods.condensed import Knowledge, concatenate_images, draw_gaussian, draw_grids
+from fewer.methods.condensed import SAMPLES_PER_DRAW, Knowledge, concatenate_images, draw_gaussian, draw_grids
 from fewer.models import Task, Weights, all_finite, get_weights, load_weights
 from fewer.models.split import find_head
 from fewer.registry import METHODS
@@ -43,7 +43,7 @@ from fewer.runtime import Clients, Unable, on_client, on_server
 from fewer.wire import Shaped
 
 MIN_SAMPLES = 30
-"""Samples of a class that S may start from; a Gaussian of fewer would be close to single ones."""
+"""Fewest samples of a class whose statistics S may start from."""
 MAX_PIXEL = 1e3
 """The largest absolute value of a synthetic input, in normalized units."""
 
@@ -121,7 +121,7 @@ class FedDM(Method[FedDMState]):
         images = (2 * torch.rand(len(labels), *client.task.shape, generator=noise) - 1).to(labels.device)
         if self.start == "class":
             for label, indices in zip(classes, indices_by_class, strict=True):
-                if len(indices) >= MIN_SAMPLES:
+                if len(indices) >= max(MIN_SAMPLES, SAMPLES_PER_DRAW * self.per_class):
                     images[labels == label] = draw_gaussian(client.train.pick(indices)[0], self.per_class, noise)
         images.requires_grad_()
         optimizer = torch.optim.SGD([images], self.matching_lr, momentum=self.matching_momentum)

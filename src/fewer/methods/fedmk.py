@@ -41,8 +41,8 @@ Departures, each a setting (`fedmk-paper` turns all of these off):
 - `inner_batch_size`: inner steps on shuffled batches of D̂, as in the server's training.
 - `keep_images = latest`: the server trains on the latest D̂ of every client, not only of this round's cohort.
 - `init_from = own`: a client continues from its own last D̂, which needs no message.
-- `start = class`: D̂ starts from Gaussian noise with the mean and covariance of the client's samples of a class: each
-  image is a random mixture of all of them. Uniform noise leaves more noise in D̂ after the same number of steps.
+- `start = class`: D̂ starts from Gaussian noise with the mean and covariance of the client's samples of a class, if it
+  has twice as many samples as images. Uniform noise leaves more noise in D̂ after the same number of steps.
 - `min_samples`: a client leaves out classes with fewer samples. On MNIST with 20 images per class, some images came
   nearer to a real one than half the typical distance. All of them were of classes with fewer than 30 samples. This is
   no guarantee: `fewer audit` measures what D̂ reveals.
@@ -79,7 +79,7 @@ from fewer.learning.generator import Generator, GeneratorOutput, build_generator
 from fewer.learning.match import PerturbedNets, RandomNets, TrainedNets, match_statistics
 from fewer.learning.sgd import Loss, cross_entropy
 from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, SearchSpace, Server
-from fewer.methods.condensed import Knowledge, concatenate_images, draw_gaussian, draw_grids, snapshot
+from fewer.methods.condensed import SAMPLES_PER_DRAW, Knowledge, concatenate_images, draw_gaussian, draw_grids, snapshot
 from fewer.models import Task, Weights, all_finite, get_weights
 from fewer.models.split import find_head
 from fewer.registry import METHODS
@@ -342,12 +342,12 @@ class FedMK(Method[FedMKState]):
         """Lines 7 and 8: D̂_ini, by class from the shared or the client's own last D̂; the rest is noise (`start`)."""
         stream = client.stream("images")
         images = 2 * torch.rand(len(labels), *client.task.shape, generator=stream).to(labels.device) - 1
+        count = self.per_class * self.tiles**2
         if self.start == "class":
             for label in torch.unique(samples.labels).tolist():
                 x, _ = select_classes(samples, [label]).all()
-                images[labels == label] = join_tiles(
-                    draw_gaussian(x, self.per_class * self.tiles**2, stream), self.tiles
-                )
+                if len(x) >= SAMPLES_PER_DRAW * count:
+                    images[labels == label] = join_tiles(draw_gaussian(x, count, stream), self.tiles)
         source = client.store.get("knowledge") or {} if self.init_from == "own" else shared
         for label, previous in source.items():
             (positions,) = torch.nonzero(labels == int(label), as_tuple=True)

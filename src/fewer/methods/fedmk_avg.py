@@ -44,7 +44,7 @@ from fewer.learning.augment import apply_affine, draw_affine
 from fewer.methods import MAX_SAMPLES, Client, SearchSpace, Server
 from fewer.methods.condensed import Knowledge, concatenate_images
 from fewer.methods.fedavg import average_by_size, model_schema, train_models
-from fewer.methods.fedavg_calibrated import calibrated_loss, count_classes
+from fewer.methods.fedavg_calibrated import calibrated_loss, class_frequencies, count_classes
 from fewer.methods.fedmk import FedMK, FedMKState
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
@@ -249,9 +249,17 @@ class FedMKAvg(FedMK):
         net = client.net(model)
         optimizer = LocalOptimizer(momentum=self.local_momentum, lr_schedule=schedule, clip_norm=self.clip_norm)
         batches = self.local_batches(client, steps, images, labels)
-        loss = calibrated_loss(client) if self.calibrate else task_loss(client.task)
-        sgd(net, batches, self.lr, loss=loss, optimizer=optimizer, steps=steps)
+        loss = calibrated_loss(client, self.batch_frequencies(client, labels)) if self.calibrate else None
+        sgd(net, batches, self.lr, loss=loss or task_loss(client.task), optimizer=optimizer, steps=steps)
         return get_weights(net)
+
+    def batch_frequencies(self, client: Client, labels: Tensor | None) -> Tensor:
+        """How often each class is in a local batch, with the images of D̂ that are mixed in."""
+        own = class_frequencies(client)
+        if labels is None or not len(labels):
+            return own
+        mixed = torch.bincount(labels, minlength=len(own)) / len(labels)
+        return torch.lerp(own, mixed, self.mixed_images / (self.batch_size + self.mixed_images))
 
     def local_batches(
         self, client: Client, steps: int, images: Tensor | None, labels: Tensor | None
