@@ -250,9 +250,22 @@ def test_a_row_is_added_to_a_table_with_a_study(tmp_path: Path) -> None:
     assert after["notes"] == ["Made earlier."] and after["later"] == ["FedProx, tuned", "FedDyn"]
     unused = [line for line in text.splitlines() if line.startswith("| ") and ", α = " in line]
     assert len(unused) == 6 and "FedDyn, α = 5" in unused[-1]
-    file.write_text(recipe.replace('"unused"', '"embedding"'))
-    refused = call(*args, "--row", "FedAvg, given", "--out", tmp_path / "refused", code=2).stderr
-    assert "has a study over all its rows" in " ".join(refused.split())
+    # A row that runs again replaces its lines, and those of rows that are gone go.
+    file.write_text(recipe)
+    call(*args, "--row", "FedAvg, given", "--out", tmp_path / "fewer")
+    assert json.loads((results / "small.json").read_text())["study"].keys() == before["study"].keys()
+    for wrong, reason in (
+        (recipe.replace('"unused"', '"embedding"'), "has a study over all its rows"),
+        (recipe.replace('"unused"', '"copies"'), "was made with another study"),
+        (
+            recipe.replace('name = "FedAvg, given"', 'name = "FedAvg, given"\ncolumns = ["α = 5"]'),
+            "in column 'α = 0.5'",
+        ),
+    ):
+        file.write_text(wrong)
+        only = () if "columns" not in wrong else ("--column", "α = 0.5")
+        refused = call(*args, *only, "--row", "FedAvg, given", "--out", tmp_path / "refused", code=2).stderr
+        assert reason in " ".join(refused.split())
 
 
 def test_recipes_are_listed_and_valid() -> None:

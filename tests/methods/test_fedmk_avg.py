@@ -74,10 +74,11 @@ def test_the_server_trains_the_mean_model_on_the_condensed_images(tmp_path: Path
 
 @pytest.mark.parametrize("mix", [False, True])
 @pytest.mark.parametrize("teacher_weight", [0.0, 0.3])
+@pytest.mark.parametrize("held", [1, 0])
 def test_targets_mix_labels_and_the_opinion_of_clients_that_hold_a_class(
-    teacher_weight: float, mix: bool, tmp_path: Path
+    held: int, teacher_weight: float, mix: bool, tmp_path: Path
 ) -> None:
-    """One server step from the mean model, without momentum or augmentation."""
+    """One server step from the mean model, without momentum or augmentation. Class 2 has one sample, or none."""
     changed = {
         "server_steps": 1,
         "mix_pairs": mix,
@@ -92,14 +93,17 @@ def test_targets_mix_labels_and_the_opinion_of_clients_that_hold_a_class(
     with torch.random.fork_rng():
         torch.manual_seed(1)
         nets = [make_task().net() for _ in range(3)]
-    counts = torch.tensor([[3, 0, 1], [1, 4, 0], [0, 4, 0]])
+    counts = torch.tensor([[3, 0, held], [1, 4, 0], [0, 4, 0]])
     batch = torch.randint(6, (5,), generator=stream)
     x, y = images[batch], F.one_hot(labels[batch], 3).float()
     if mix:  # the teachers see the mixtures, too
         x, y = mix_pairs(x, y, make_contexts(tmp_path).server(0, 1).stream("pairs"))
     own, first, second = (net(x).softmax(1).detach() for net in nets)
-    p = torch.stack([own[:, 0] ** 0.75 * first[:, 0] ** 0.25, (first[:, 1] * second[:, 1]) ** 0.5, own[:, 2]], 1)
-    targets = (1 - teacher_weight) * y + teacher_weight * p / p.sum(1, keepdim=True)
+    p = torch.stack([own[:, 0] ** 0.75 * first[:, 0] ** 0.25, (first[:, 1] * second[:, 1]) ** 0.5, held * own[:, 2]], 1)
+    p = p / p.sum(1, keepdim=True)
+    if not held:  # the label's share of class 2 stays
+        p = p * (1 - y[:, 2:]) + F.pad(y[:, 2:], (2, 0))
+    targets = (1 - teacher_weight) * y + teacher_weight * p
     loss = -(targets * nets[0](x).log_softmax(1)).sum(1).mean()
     gradients = torch.autograd.grad(loss, list(nets[0].parameters()))
     result = method.distill(

@@ -234,7 +234,7 @@ def reproduce(
     [dim]fewer reproduce baselines/mnist --quick[/dim]
     """
     from fewer.experiments import pages, recipes
-    from fewer.experiments.studies import join_studies
+    from fewer.experiments.studies import join_studies, keep_cells
     from fewer.report.style import png
     from fewer.report.tables import plot_recipe, write_study
     from fewer.runs.progress import show_progress
@@ -265,7 +265,8 @@ def reproduce(
     earlier = json.loads((results / f"{stem}.json").read_text()) if row else {}
     study = recipes.run_study(recipe, [cell for cell in cells if not row or cell.row in row], folder)
     if row and study:
-        study = join_studies([earlier, study.as_json(stem)])
+        others = {f"{cell.row}, {cell.column}" for cell in cells if cell.row not in row}
+        study = join_studies([keep_cells(earlier, others), study.as_json(stem)])
     chosen_columns = "".join(f' --column "{title}"' for title in column or ())
     command = f"fewer reproduce {name}" + (" --quick" if quick else "") + chosen_columns
     pictures = {kind: png(figure) for kind, figure in plot_recipe(recipe, cells).items()}

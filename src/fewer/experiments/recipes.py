@@ -219,11 +219,15 @@ def _load_other_rows(
     known = [row.name for row in recipe.row]
     for wrong in [row for row in rows if row not in known]:
         raise unknown_name("row", wrong, known)
+    for elsewhere in [row.name for row in recipe.row if row.name in rows and not any(map(row.runs_in, columns))]:
+        raise SettingError(f"recipe '{name}' has no row '{elsewhere}' in column {', '.join(map(repr, columns))}")
     if recipe.study and recipe.study.get("name") not in CELL_STUDIES:
         raise SettingError(f"recipe '{name}' has a study over all its rows; run it without --row")
     if not published.is_file():
         raise SettingError(f"--row keeps the other rows of {published}, which does not exist; run all rows first")
     earlier, cells = read_results(json.loads(published.read_text()))
+    if earlier.study != recipe.study:
+        raise SettingError(f"{published} was made with another study than that of the recipe; run all rows")
     by_place = {(cell.row, cell.column): cell for cell in cells}
     kept = {}
     for row, column in [(row, column) for column in columns for row in recipe.row if row.runs_in(column)]:
@@ -299,7 +303,11 @@ def row_settings(column: RecipeColumn, recipe: Recipe, quick: bool) -> list[dict
             **(row.quick if quick else {}),
             "data_options": {**shared.get("data_options", {}), **row.settings.get("data_options", {})},
             "method": row.method,
-            "method_options": {**common[method_class.name], **row.method_options},
+            "method_options": {
+                **common[method_class.name],
+                **row.method_options,
+                **(row.quick.get("method_options", {}) if quick else {}),
+            },
         }
         for row, method_class in zip(recipe.row, method_classes, strict=True)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -125,6 +125,14 @@ def join_studies(parts: Sequence[Mapping[str, Any]]) -> Study | None:
     before, after = ([line for line in group if not line.startswith("|")] for group in _split_at_table(pages[0]))
     metrics = {key: value for part in parts for key, value in part["study"].items()}
     return Study(["", *before, *table.values(), *after], metrics)
+
+
+def keep_cells(part: Mapping[str, Any], labels: Collection[str]) -> dict[str, Any]:
+    """A result file's study of single cells, with the metrics and lines of these cells only ("row, column")."""
+    lines = part["study_page"].split("\n")
+    kept = [line for line in lines if line[:2] != "| " or line[:3] == "| |" or line[2:].split(" | ")[0] in labels]
+    metrics = {label: value for label, value in part["study"].items() if label in labels}
+    return {"study": metrics, "study_page": "\n".join(kept)}
 
 
 def _split_at_table(lines: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -329,5 +337,5 @@ STUDIES: dict[str, Callable[..., Study]] = {
 }
 COLUMN_STUDIES = {"emd", "embedding"}
 """Studies that need all columns of a table."""
-CELL_STUDIES = {"copies", "canaries", "unused"}
-"""Studies that write one line for each cell, so that their pages can be joined."""
+CELL_STUDIES = {"copies", "unused"}
+"""Studies that measure each cell by itself and write one line for it, so that a row can run without the others."""
