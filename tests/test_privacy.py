@@ -14,7 +14,7 @@ import torch
 
 import fewer
 from fewer import privacy
-from fewer.errors import RunError, SettingError
+from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.learning.aggregate import add_share, private_mean
 from fewer.methods import ModelState
 from fewer.methods.fedavg import FedAvg, train_models
@@ -520,3 +520,9 @@ def test_a_damaged_secret_is_reported(tmp_path: Path) -> None:
     (tmp_path / SECRET).write_bytes(b"short")
     with pytest.raises(RunError, match=r"noise.secret is damaged: it has 5 bytes, expected 32"):
         open_secret(tmp_path)
+
+
+def test_gradients_that_are_clipped_by_sample_are_not_clipped_again() -> None:
+    method = FedAvg(rounds=1, clip_norm=0.1)
+    with pytest.raises(QuorumLost, match="clips the gradient of each sample; leave out clip_norm"):
+        fewer.run(method, "digits", clients=2, model="mlp", dp="record:noise=1,clip=1,public_noise")

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from fewer.experiments import recipes
 from fewer.experiments.recipes import Cell
 from fewer.runs.metric import ACCURACY
+from fewer.statistics import format_interval, interval
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
 INDEX = RESULTS / "index.md"
@@ -61,6 +62,8 @@ class Item(BaseModel):
     """The columns of the recipes that belong to it; all if the list is empty."""
     rows: list[str] = []
     """The rows that the page shows."""
+    after: dict[str, int] = {}
+    """For recipes that run longer: the round whose accuracy the page shows."""
     size: Literal["small", "full"] = "small"
     """Whether the recipes have the paper's data, clients, rounds and seeds."""
     verdict: str = ""
@@ -162,9 +165,9 @@ def _render_paper(paper: Paper, results: Sequence[Published]) -> Iterator[str]:
         (
             f"[{item.name}]({result.page})",
             _data_name(result.recipe, cell.column),
-            cell.column,
+            f"{cell.column}, round {item.after[result.recipe]}" if result.recipe in item.after else cell.column,
             cell.row,
-            cell.ours.format_accuracy(),
+            _format_ours(cell, item.after.get(result.recipe)),
             _format_paper(cell),
         )
         for item, found in items
@@ -253,6 +256,13 @@ def _data_name(recipe: str, column: str) -> str:
     plan = recipes.load_recipe(recipe)
     settings = next(entry.model_extra or {} for entry in plan.column if entry.name == column)
     return str({**plan.settings, **settings}["data"]).partition(":")[0]
+
+
+def _format_ours(cell: Cell, round: int | None) -> str:
+    if round is None:
+        return cell.ours.format_accuracy()
+    values = [point["accuracy"] for curve in cell.ours.curves for point in curve if point["round"] == round]
+    return format_interval(interval(values), 1)  # as in the page's table by round
 
 
 def _format_paper(cell: Cell) -> str:

@@ -159,6 +159,8 @@ def sgd(
     net.train()
     parameters: list[Tensor] = [parameter for parameter in net.parameters() if parameter.requires_grad]
     if isinstance(batches, ProtectedBatches):
+        if optimizer.clip_norm is not None:
+            raise Unable("record-level privacy clips the gradient of each sample; leave out clip_norm")
         steps, all_gradients = batches.steps, batches.noisy_gradients(net, loss)
     else:
         if optimizer.lr_schedule != "constant" and steps is None:

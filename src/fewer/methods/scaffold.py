@@ -16,7 +16,8 @@ A message has the size of two models in both directions.
 Departures:
 
 - A fixed number of local steps on batches drawn with replacement, as in FedAvg.
-- c_i⁺ is computed as the mean of the gradients. With plain SGD that is option II; with momentum it stays a gradient.
+- c_i⁺ is computed as the mean of the gradients. With plain SGD that is option II; with momentum or
+  `clip_norm` it stays a gradient.
 - A client whose answer was lost returns to its old c_i (confirmed.py). Otherwise c would not be the mean of all c_i.
 - Buffers are averaged.
 """
