@@ -338,4 +338,4 @@ STUDIES: dict[str, Callable[..., Study]] = {
 COLUMN_STUDIES = {"emd", "embedding"}
 """Studies that need all columns of a table."""
 CELL_STUDIES = {"copies", "unused"}
-"""Studies that measure each cell by itself and write one line for it, so that a row can run without the others."""
+"""Studies that measure one cell at a time and write one line for each, so that a row can run without the others."""
