@@ -34,6 +34,7 @@ from fewer.methods.fed3r import Fed3R as Fed3R
 from fewer.methods.fedala import FedALA as FedALA
 from fewer.methods.fedavg import FedAvg as FedAvg
 from fewer.methods.fedavg import FedAvgAugmented as FedAvgAugmented
+from fewer.methods.fedavg_calibrated import FedAvgCalibrated as FedAvgCalibrated
 from fewer.methods.fedavg_ft import FedAvgFT as FedAvgFT
 from fewer.methods.fedavg_head import FedAvgHead as FedAvgHead
 from fewer.methods.fedavg_meta import FedAvgMeta as FedAvgMeta
