@@ -122,9 +122,10 @@ def join_studies(parts: Sequence[Mapping[str, Any]]) -> Study | None:
         return None
     pages = [part["study_page"].strip("\n").split("\n") for part in parts]
     table = {line.split(" | ")[0]: line for page in pages for line in page if line.startswith("|")}
-    before, after = ([line for line in group if not line.startswith("|")] for group in _split_at_table(pages[0]))
+    start = next(index for index, line in enumerate(pages[0]) if line.startswith("|"))
+    after = [line for line in pages[0][start:] if not line.startswith("|")]
     metrics = {key: value for part in parts for key, value in part["study"].items()}
-    return Study(["", *before, *table.values(), *after], metrics)
+    return Study(["", *pages[0][:start], *table.values(), *after], metrics)
 
 
 def keep_cells(part: Mapping[str, Any], labels: Collection[str]) -> dict[str, Any]:
@@ -133,11 +134,6 @@ def keep_cells(part: Mapping[str, Any], labels: Collection[str]) -> dict[str, An
     kept = [line for line in lines if line[:2] != "| " or line[:3] == "| |" or line[2:].split(" | ")[0] in labels]
     metrics = {label: value for label, value in part["study"].items() if label in labels}
     return {"study": metrics, "study_page": "\n".join(kept)}
-
-
-def _split_at_table(lines: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    start = next(index for index, line in enumerate(lines) if line.startswith("|"))
-    return lines[:start], lines[start:]
 
 
 def leakage(cells: Sequence[CellRuns], clients: int = 10, steps: int = 500, starts: int = 2) -> Study:

@@ -36,7 +36,7 @@ from fewer.data import Samples
 from fewer.learning import draw_batches, weighted_mean
 from fewer.learning.adam import adam_step
 from fewer.learning.adapt import Batch, LearningRate, meta_gradient, trainable_weights
-from fewer.learning.sgd import draw_subset
+from fewer.learning.sgd import clip_gradients, draw_subset
 from fewer.methods import MAX_SAMPLES, Client, SearchSpace
 from fewer.methods.fedavg import average_field
 from fewer.methods.new_clients import CountingState, NewClients, adapt_in_place, full_batches
@@ -177,8 +177,7 @@ class FedMeta(NewClients[FedMetaState]):
         )
         gradient = g_u.weights
         if self.clip_norm is not None:
-            norm = torch.stack([tensor.norm() for tensor in gradient.values()]).norm()
-            gradient = {name: tensor * (self.clip_norm / norm).clamp(max=1) for name, tensor in gradient.items()}
+            clip_gradients(self.clip_norm, tuple(gradient.values()))
         if self.algorithm != "meta-sgd":
             return gradient
         return gradient | {ALPHA + name: tensor for name, tensor in g_u.lrs.items()}

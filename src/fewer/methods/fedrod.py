@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from fewer.methods import Client, ModelState, Needs, PersonalMethod
 from fewer.methods.fedavg import FedAvg
+from fewer.methods.fedavg_calibrated import count_classes
 from fewer.models import Task, Weights, get_weights, load_weights
 from fewer.models.split import split_net
 from fewer.registry import METHODS
@@ -50,7 +51,7 @@ class FedROD(PersonalMethod[ModelState], FedAvg):
         net = client.net(model)
         both = TwoHeads(*split_net(net), self._personal_head(net, client))
         classes = client.task.classes
-        log_counts = torch.bincount(client.train.labels, minlength=classes).float().log()  # −∞ for n_c = 0
+        log_counts = count_classes(client).float().log()  # −∞ for n_c = 0
 
         def loss(_: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             z = both.encoder(x)
